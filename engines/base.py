@@ -1,0 +1,115 @@
+"""The interface of a training engine: many named adapters on one frozen base model.
+
+Engines implement it on torch, FSDP2 and other libraries; `tests/engines/contract.py` runs the same contract on each.
+An engine computes; it knows no HTTP, no database, no process layout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from schemas.operations import (
+    BaseModelInfo,
+    LoraSpec,
+    OptimStepParams,
+    SavedAdapter,
+    StepResult,
+    TrainBatch,
+    TrainResult,
+)
+
+
+class BaseEngine(ABC):
+    """Many adapters, one base model, one device (or one rank of several).
+
+    All methods raise `schemas.errors.TinsmithError` subclasses; whatever raises leaves the adapter as it was before
+    the call (weights, moments and accumulated gradient).
+    """
+
+    @classmethod
+    @abstractmethod
+    def check(cls) -> None:
+        """Raise `Unavailable` naming what is missing and how to install it, before any process starts."""
+
+    @abstractmethod
+    def load(self) -> BaseModelInfo:
+        """Load the frozen base model; call once. Slow (seconds to minutes)."""
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+        """Make a fresh adapter from its geometry and seed; returns its number of trainable parameters."""
+
+    @abstractmethod
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Free everything of the adapter; unknown ids are ignored (removal is idempotent)."""
+
+    @abstractmethod
+    def save_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool) -> SavedAdapter:
+        """Write a complete PEFT-format folder at `folder` (write, fsync, rename: it is there whole or not at all)."""
+
+    @abstractmethod
+    def load_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool, create: bool) -> SavedAdapter:
+        """Load a folder written by `save_adapter`, as a new adapter or into the live one (which must fit it).
+
+        Without the optimizer, a new adapter has fresh moments; a live one also gets fresh moments. The accumulated
+        gradient is cleared in both cases, for it belongs to the weights that were replaced.
+        """
+
+    # -- the split primitives -----------------------------------------------------------------------------------
+    @contextmanager
+    def train_mode(self, adapter_id: str, *, zero_grad_on_exit: bool = True) -> Iterator[None]:
+        """Select the adapter for training; `forward_backward` adds into a stage that belongs to this context.
+
+        Leaving normally adds the stage to the adapter's accumulator, then clears the accumulator if
+        `zero_grad_on_exit`. When an exception leaves, the stage is dropped: what earlier contexts accumulated
+        survives, unless `zero_grad_on_exit` asks for all of it to go.
+        """
+        self._open_stage(adapter_id)
+        try:
+            yield
+        except BaseException:
+            self._close_stage(adapter_id, keep=False)
+            if zero_grad_on_exit:
+                self.optimizer_zero_grad(adapter_id)
+            raise
+        self._close_stage(adapter_id, keep=True)
+        if zero_grad_on_exit:
+            self.optimizer_zero_grad(adapter_id)
+
+    @abstractmethod
+    def _open_stage(self, adapter_id: str) -> None:
+        """Begin collecting gradients apart from the accumulator. Raises `NotFound` for an unknown adapter."""
+
+    @abstractmethod
+    def _close_stage(self, adapter_id: str, *, keep: bool) -> None:
+        """End collecting: add the stage to the accumulator, or drop it."""
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Forward passes only: nothing inside may touch gradients."""
+        yield
+
+    @abstractmethod
+    def forward(self, batch: TrainBatch) -> TrainResult:
+        """Logprobs and metrics of a batch, no gradient."""
+
+    @abstractmethod
+    def forward_backward(self, batch: TrainBatch) -> TrainResult:
+        """Add the gradient of the summed loss to the open stage. Only inside `train_mode` of that adapter."""
+
+    @abstractmethod
+    def optimizer_step(
+        self, adapter_id: str, params: OptimStepParams | None = None, *, grad_clip_norm: float = 0.0
+    ) -> StepResult:
+        """Apply the accumulated gradient (an open stage included) with AdamW and clear it.
+
+        Raises `NonFiniteGradient`: weights and moments stay, the gradient is cleared.
+        """
+
+    @abstractmethod
+    def optimizer_zero_grad(self, adapter_id: str) -> None:
+        """Clear the accumulated gradient."""

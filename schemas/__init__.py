@@ -1,0 +1,1 @@
+"""What crosses a boundary: operations, datums, results, errors, and the bodies of the HTTP API. No behaviour."""

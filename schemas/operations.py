@@ -1,0 +1,201 @@
+"""Operations: the accepted requests in the form in which workers execute them, and their results.
+
+Plain frozen dataclasses over numpy arrays, so that they pickle cheaply across a process border and import nothing
+heavy. Everything here has been validated at the edge; engines check again only what they alone know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32 = NDArray[np.float32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Geometry of an adapter. `seed` is always set (the edge draws one if the client gave none)."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One training example of N tokens; position i of every input is about the token after `tokens[i]`.
+
+    `tokens` int64 [N]; `inputs["target_tokens"]` int64 [N] or [N, K]; every other input float32 of the target's shape
+    (`[N]` for the per-position ones). Dense: CSR was resolved at the edge.
+    """
+
+    tokens: Int64
+    inputs: Mapping[str, NDArray[np.float32] | NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """The body of one `forward_backward` (or, with `backward=False`, one `forward`) of one adapter."""
+
+    adapter_id: str
+    datums: tuple[Datum, ...]
+    loss_fn: str
+    loss_config: Mapping[str, float] = field(default_factory=dict)
+    """Overrides of the loss's defaults (`schemas.losses.LOSSES`)."""
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """`logprobs[i]` float32 of the shape of datum i's `target_tokens`; metric names have exactly one colon."""
+
+    logprobs: tuple[Float32, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStepParams:
+    """Overrides of every parameter group for one step. `None` means: leave the group's own value."""
+
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel:
+    """Make a fresh adapter (request 0 of a training run)."""
+
+    lora: LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Load a checkpoint folder into a new adapter (`create`) or into the live one."""
+
+    folder: str
+    with_optimizer: bool
+    create: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """One optimizer step. `grad_clip_norm` 0 = off (global 2-norm over the adapter)."""
+
+    params: OptimStepParams
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroGrad:
+    """Clear the accumulated gradient of the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeights:
+    """Write the adapter (and, for a training checkpoint, the optimizer state) as a new, complete folder."""
+
+    folder: str
+    with_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Metrics of an optimizer step: `grad_norm` (before clipping), `learning_rate`, `update_norm`."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """What a completed save or load tells: size on disk and the geometry of the adapter."""
+
+    size_bytes: int
+    lora: LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw. `max_tokens` None = to the end of the context; `stop` None = at end of sequence, `()` = never."""
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One `asample`: `num_samples` continuations of one prompt by one adapter (`adapter_folder` None = base model)."""
+
+    prompt: Int64
+    params: SamplingParams
+    num_samples: int = 1
+    adapter_folder: str | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Int64 | None = None
+    """Token ids to score, int64 [L-1, K]; row i scores prompt position i+1; -1 asks nothing."""
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Top-k alternatives per position: `ids` int32 and `logprobs` float32, both [length, k], best first."""
+
+    ids: NDArray[np.int32]
+    logprobs: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One continuation. The stop token (or the tokens of the stop string) is the end of `tokens`."""
+
+    tokens: NDArray[np.int32]
+    logprobs: Float32
+    stop_reason: Literal["stop", "length"]
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """`prompt_logprobs` float32 [L] with NaN where not scored (always at 0); `target_prompt_logprobs` [L-1, K]."""
+
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: Float32 | None = None
+    topk_prompt_logprobs: TopK | None = None
+    target_prompt_logprobs: Float32 | None = None
+    prompt_alt_tokens: TopK | None = None
+    """k draws per position after the first, [L-1, k]."""
+    prompt_cache_hit_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModelInfo:
+    """What a loaded base model tells about itself."""
+
+    vocab_size: int
+    context_length: int
+    dtype: str
+    num_layers: int
+    parameters: int
+    eos_token_ids: tuple[int, ...]
+    adapter_families: frozenset[Literal["attn", "mlp", "unembed"]]
+    """The families of linear layers that the model has, i.e. which `train_*` flags can be honoured."""
+
+
+TrainingOperation = CreateModel | LoadWeights | TrainBatch | OptimStep | ZeroGrad | SaveWeights
+Operation = TrainingOperation | Sample
+OperationResult = TrainResult | StepResult | SavedAdapter | SampleResult | None

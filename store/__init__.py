@@ -1,0 +1,1 @@
+"""What must survive: the database (operation log, sessions, runs, checkpoints, keys) and the artifact files."""
