@@ -1,0 +1,41 @@
+# What people do every day. `make serve` is all that a newcomer needs.
+PYTHON ?= python3
+VENV := .venv
+ARGS ?=
+
+.PHONY: setup serve demo test lint format bench docs openapi proto lock clean
+
+setup: $(VENV)/.ready  ## build the virtual environment
+
+$(VENV)/.ready: pyproject.toml constraints.txt docker/setup.sh docker/install_torch.py
+	PYTHON=$(PYTHON) ./docker/setup.sh $(VENV) && touch $@
+
+serve: setup  ## start the server on 127.0.0.1 with the default model
+	exec $(VENV)/bin/tinsmith serve $(ARGS)
+
+demo: setup  ## fine-tune on a few poems, with a server running
+	$(VENV)/bin/tinsmith demo $(ARGS)
+
+test: setup  ## run all tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: setup  ## style, imports and types
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+format: setup
+	$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
+
+bench: setup  ## measure the server on this machine
+	$(VENV)/bin/python -m benchmarks $(ARGS)
+
+docs: setup  ## regenerate what is generated: openapi.yaml, docs/settings.md
+	$(VENV)/bin/python -m app.openapi && $(VENV)/bin/python -m app.settings_docs
+
+proto: setup  ## regenerate the protobuf code
+	$(VENV)/bin/python -m grpc_tools.protoc -I schemas/proto --python_out=schemas/proto --pyi_out=schemas/proto schemas/proto/tinker_public.proto
+
+lock: setup  ## pin exactly what is installed now
+	(head -1 constraints.txt; $(VENV)/bin/pip freeze --exclude-editable | sed 's/+cpu//' | grep -v '^torch==') > constraints.new && mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
