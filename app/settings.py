@@ -1,0 +1,328 @@
+"""Every option of the server, in one typed model.
+
+Each field is an option of `tinsmith serve`, an environment variable `TINSMITH_<NAME>` and a key of one TOML file, in
+this precedence: command line, environment, file, default. Unknown keys are refused in all three. Not responsible for
+parsing the command line (`app/cli.py`) or for the documentation table (`app/settings_docs.py`); both are made from
+this model. Imports nothing heavy: `tinsmith serve --help` goes through here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ENV_PREFIX = "TINSMITH_"
+OTHER_ENV = frozenset({"TINSMITH_CONFIG", "TINSMITH_URL", "TINSMITH_API_KEY"})
+"""Variables with our prefix that are not settings of the server: the config file, and what `tinsmith demo` reads."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9._-]+)?")
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class SettingsError(Exception):
+    """The configuration cannot be used. The text has one line for each problem, with where the value came from."""
+
+
+class BaseModelSource(BaseModel):
+    """One base model to serve: the name that clients use, and where its files are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    path: str | None = None
+    tokenizer_id: str | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value) or len(value) > 128:
+            raise ValueError(
+                f"{value!r} is not a model name; write a name such as org/model, or NAME=PATH for a folder"
+            )
+        return value
+
+    @property
+    def source(self) -> str | None:
+        """A local folder or a hub id; None for the built-in default model."""
+        if self.path is not None:
+            local = self.path.startswith(("~", "/", "."))
+            return str(Path(self.path).expanduser().absolute()) if local else self.path
+        return None if self.name == DEFAULT_BASE_MODEL else self.name
+
+
+class Settings(BaseSettings):
+    """The options. Building one directly reads neither environment nor file (`load_settings` does)."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True, validate_default=True)
+
+    host: str = Field("127.0.0.1", description="Address to listen on. 0.0.0.0 serves the whole network.")
+    port: int = Field(8410, ge=0, le=65535, description="TCP port to listen on. 0 takes any free one.")
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Host names, besides `host`, loopback names and plain IP addresses, that requests may be addressed "
+        "to (protection against DNS rebinding). `*` allows all.",
+    )
+    data_dir: Path = Field(
+        Path("~/.local/share/tinsmith"),
+        description="Folder of everything that survives a restart: database, request bodies, checkpoints, development "
+        "key. Created if it is missing.",
+    )
+    base_model: Annotated[tuple[BaseModelSource, ...], NoDecode] = Field(
+        (BaseModelSource(name=DEFAULT_BASE_MODEL),),
+        min_length=1,
+        description="Base models to serve, each NAME or NAME=PATH (a folder with config.json, safetensors and "
+        "tokenizer). Repeat the option for several; in the file a list of strings or of tables "
+        "{name, path, tokenizer_id}.",
+    )
+    engine: Literal["torch"] = Field("torch", description="Library that computes.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Type of the base weights. auto: float32 on CPU, bfloat16 on a GPU. Adapters are float32."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute. auto: a GPU if there is one.")
+    threads: Count | None = Field(None, description="CPU threads of each worker. Unset: all cores.")
+    worker_start_timeout: Seconds = Field(600.0, description="Seconds a worker may take to load its base model.")
+    restart_limit: int = Field(
+        3, ge=0, description="How often in a row a worker that died is started again before its base model fails."
+    )
+    max_adapters: Count = Field(64, description="Training runs that are live at once on each base model.")
+    max_rank: Count = Field(256, description="Largest LoRA rank that a client may ask for.")
+    max_sample_rows: Count = Field(64, description="Sequences that are generated at once on each base model.")
+    decode_slice: Count = Field(
+        8, description="Tokens that are generated before waiting training work gets its turn again."
+    )
+    sample_logprobs: Literal["tempered", "plain"] = Field(
+        "tempered",
+        description="Log-probabilities of sampled tokens: of the distribution that was drawn from (scaled by the "
+        "temperature), or of the plain model at temperature 1.",
+    )
+    sample_max_concurrent_requests: Count = Field(
+        512, description="Samples that one client keeps outstanding. Each one holds a connection."
+    )
+    max_body_mib: Count = Field(64, description="Largest request body in MiB, before and after decompression.")
+    poll_hold: float = Field(
+        30.0, ge=0, le=40, allow_inf_nan=False, description="Seconds that a poll for a result is held open."
+    )
+    seq_gap_timeout: Seconds = Field(
+        60.0, description="Seconds that a training request waits for a request before it in order that never came."
+    )
+    session_timeout: float = Field(
+        7200.0,
+        ge=180,
+        allow_inf_nan=False,
+        description="Seconds of silence (no heartbeat, no request) after which a session ends and its adapters are "
+        "freed.",
+    )
+    result_retention_delivered: float = Field(
+        3600.0, ge=600, allow_inf_nan=False, description="Seconds that a result is kept after it was first delivered."
+    )
+    result_retention_undelivered: float = Field(
+        172800.0, ge=600, allow_inf_nan=False, description="Seconds that a result nobody has fetched is kept."
+    )
+    sweep_interval: Seconds = Field(30.0, description="Seconds between two searches for what has expired.")
+    shutdown_grace: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="Seconds that accepted work may still take once asked to stop."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
+    log_format: Literal["text", "json"] = Field("text", description="Log lines for people or for machines.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in; `load_settings` layers the rest, so that a test's `Settings(...)` is just that."""
+        return (init_settings,)
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split_hosts(cls, value: object) -> object:
+        return _split(value)
+
+    @field_validator("base_model", mode="before")
+    @classmethod
+    def _parse_models(cls, value: object) -> object:
+        entries = _split(value)
+        if not isinstance(entries, list | tuple):
+            return entries
+        return tuple(_parse_model(entry) if isinstance(entry, str) else entry for entry in entries)
+
+    @field_validator("base_model")
+    @classmethod
+    def _unique_models(cls, value: tuple[BaseModelSource, ...]) -> tuple[BaseModelSource, ...]:
+        names = [entry.name for entry in value]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"{doubled[0]!r} is given twice; every base model needs a name of its own")
+        return value
+
+    @field_validator("data_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    # -- the same facts in the form in which the services read them -----------------------------------------------
+    @property
+    def base_models(self) -> dict[str, str | None]:
+        """Served name -> local folder or hub id; None for the built-in default model."""
+        return {entry.name: entry.source for entry in self.base_model}
+
+    @property
+    def tokenizers(self) -> dict[str, str]:
+        """Served name -> tokenizer id to report, where one was configured."""
+        return {entry.name: entry.tokenizer_id for entry in self.base_model if entry.tokenizer_id}
+
+    @property
+    def gap_timeout(self) -> float:
+        """`seq_gap_timeout`, seconds."""
+        return self.seq_gap_timeout
+
+    @property
+    def keep_delivered(self) -> float:
+        """`result_retention_delivered`, seconds."""
+        return self.result_retention_delivered
+
+    @property
+    def keep_undelivered(self) -> float:
+        """`result_retention_undelivered`, seconds."""
+        return self.result_retention_undelivered
+
+    @property
+    def max_body_bytes(self) -> int:
+        """`max_body_mib` in bytes."""
+        return self.max_body_mib * 1024 * 1024
+
+    @property
+    def loopback_only(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def load_settings(
+    cli: Mapping[str, Any] | None = None,
+    *,
+    config: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Layer command line over environment over file over defaults.
+
+    Args:
+        cli: options given on the command line, by field name; None values count as not given.
+        config: the TOML file; without it `TINSMITH_CONFIG` names one, if set.
+        environ: the environment to read; default is that of the process.
+
+    Raises:
+        SettingsError: for an unreadable file, an unknown key, or a value that is not accepted.
+    """
+    env = os.environ if environ is None else environ
+    layers: list[tuple[str, dict[str, Any]]] = [("default", {})]
+    file = config or (Path(env["TINSMITH_CONFIG"]) if env.get("TINSMITH_CONFIG") else None)
+    if file is not None:
+        layers.append((f"file {file}", _read_file(file)))
+    layers.append(("environment", _read_env(env)))
+    layers.append(("command line", {key: value for key, value in (cli or {}).items() if value is not None}))
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, values in layers:
+        merged.update(values)
+        origin.update(dict.fromkeys(values, name))
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, origin)) from None
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"config file {file}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"config file {file} is not valid TOML: {error}") from None
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
+    known = {ENV_PREFIX + name.upper(): name for name in Settings.model_fields}
+    for variable in sorted(env):
+        if variable.startswith(ENV_PREFIX) and variable not in known and variable not in OTHER_ENV:
+            raise SettingsError(
+                f"environment variable {variable} is not a setting{_closest(variable, known)} "
+                "(on Kubernetes, `enableServiceLinks: false` keeps it from setting variables of its own)"
+            )
+    source = EnvSettingsSource(Settings)
+    source.env_vars = {key.lower(): value for key, value in env.items() if value}  # empty means not given
+    try:
+        return source()
+    except ValueError as error:
+        raise SettingsError(f"environment: {error}") from None
+
+
+def _split(value: object) -> object:
+    """Text from the environment: a JSON list, or items separated by commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{value!r} begins like a JSON list but is not one ({error})") from None
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _parse_model(text: str) -> dict[str, str]:
+    name, separator, path = text.partition("=")
+    if separator and not path:
+        raise ValueError(f"{text!r} has nothing after '='; write NAME or NAME=PATH")
+    return {"name": name, "path": path} if separator else {"name": name}
+
+
+def _closest(word: str, known: Mapping[str, str] | list[str]) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {match[0]}?" if match else ""
+
+
+def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
+    lines: list[str] = []
+    for item in error.errors(include_url=False, include_context=False):
+        name = str(item["loc"][0]) if item["loc"] else "settings"
+        where = origin.get(name, "default")
+        path = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+            lines.append(f"{name} ({where}) is not a setting{_closest(name, list(Settings.model_fields))}")
+            continue
+        message = item["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        lines.append(f"{path} = {_short(item['input'])} ({where}): {message}")
+    return "\n".join(lines)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
