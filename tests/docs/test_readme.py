@@ -1,0 +1,53 @@
+"""The README's commands are the commands of the project: each is run here as it is written, with a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from tests.support.server import environment, serve
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = re.findall(r"```bash\n(.*?)\n```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_has_two_commands_to_run_and_one_to_test() -> None:
+    assert COMMANDS == ["make serve", "make demo", "make test"]
+
+
+def test_make_serve_and_make_demo(tmp_path: Path) -> None:
+    wrapper = tmp_path / "serve.sh"
+    # `make` takes the options of the command in ARGS; the wrapper only moves them there.
+    wrapper.write_text(f'#!/bin/sh\ncd "{ROOT}" && exec make --no-print-directory serve ARGS="$*"\n')
+    with serve(tmp_path / "data", command=["sh", wrapper]) as server:
+        assert server.key in server.log.read_text()
+        arguments = f"--url {server.url} --data-dir {server.data_dir} --steps 2 --output {tmp_path / 'adapter'}"
+        demo = subprocess.run(
+            ["make", "--no-print-directory", "demo", f"ARGS={arguments}"],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert demo.returncode == 0, demo.stdout + demo.stderr
+        assert "exported" in demo.stdout
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_make_test_runs_the_suite() -> None:
+    listed = subprocess.run(
+        ["make", "--no-print-directory", "test", "ARGS=--collect-only -q tests/schemas"],
+        cwd=ROOT,
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+
+
+def test_ci_calls_the_test_command() -> None:
+    assert COMMANDS[-1] in (ROOT / ".ci" / "run").read_text()

@@ -1,0 +1,94 @@
+"""A real `tinsmith serve` process for tests that go through a socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+TINSMITH = Path(sys.executable).with_name("tinsmith")
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """Where the server is, how to talk to it, and the process itself."""
+
+    url: str
+    key: str
+    data_dir: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self, **options: object) -> httpx.Client:
+        """An HTTP client with the key, rooted at the API."""
+        return httpx.Client(base_url=f"{self.url}/api/v1", headers={"X-API-Key": self.key}, timeout=60, **options)  # type: ignore[arg-type]
+
+
+def free_port() -> int:
+    """A port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child: nothing of Tinsmith's or Tinker's own leaks in, and no hub is asked."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINSMITH_", "TINKER_"))}
+    return {**clean, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", **(extra or {})}
+
+
+@contextmanager
+def serve(
+    data_dir: Path,
+    arguments: Sequence[str] = (),
+    *,
+    command: Sequence[str | Path] = (TINSMITH, "serve"),
+    port: int | None = None,
+    ready_within: float = 240,
+    extra_environment: Mapping[str, str] | None = None,
+) -> Iterator[RunningServer]:
+    """Start a server, wait until `readyz` answers 200, and stop it (SIGTERM, which drains) at the end."""
+    port = port or free_port()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    log = data_dir.parent / f"{data_dir.name}.{port}.log"
+    line = [*map(str, command), "--port", str(port), "--data-dir", str(data_dir), *arguments]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            line, stdout=output, stderr=subprocess.STDOUT, env=environment(extra_environment), start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ready(url, process, log, ready_within)
+        key = (data_dir / "dev_key").read_text().strip()
+        yield RunningServer(url, key, data_dir, process, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+    """Poll `readyz`; fail with the end of the server's log if the process ends or the time is over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        try:
+            if httpx.get(f"{url}/api/v1/readyz", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+        time.sleep(0.2)
+    raise AssertionError(f"not ready within {seconds:.0f} s:\n{log.read_text()[-4000:]}")
