@@ -1,0 +1,114 @@
+"""Who is asking: an API key becomes a `Principal`, or the request ends with 401 before its body is read.
+
+Deny by default: the middleware stands in front of the whole application, unknown paths included; only
+`PUBLIC_PATHS` pass without a key. Not responsible for storing keys (`store/keys.py`) or for who owns which object (the
+services look everything up by project).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from schemas.errors import Unauthenticated, Unavailable
+from store.database import Store
+from store.keys import authenticate
+
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/api/v1/readyz", "/docs", "/openapi.json"})
+"""What needs no key. Everything else does, whether a route exists there or not."""
+
+MAX_KEY_LENGTH = 512
+CACHE_SECONDS = 2.0
+CACHE_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The tenant of a request, and the key that it used (an id, never the key)."""
+
+    project_id: str
+    key_id: str
+
+
+class Authenticator:
+    """Looks keys up, and remembers good ones for a moment.
+
+    A revoked key works for at most `ttl` seconds more. Bad keys are not remembered, so guessing costs the guesser a
+    look-up each time and fills nothing here.
+
+    Args:
+        ttl: seconds that a good look-up is trusted.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, store: Store, *, ttl: float = CACHE_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._ttl = ttl
+        self._clock = clock
+        self._cache: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
+
+    async def principal(self, key: str) -> Principal | None:
+        """The tenant of `key`, or None if it is not valid (any more)."""
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        now = self._clock()
+        cached = self._cache.get(digest)
+        if cached is not None and cached[0] > now:
+            return cached[1]
+        self._cache.pop(digest, None)
+        record = await self._store.read(lambda db: authenticate(db, key))
+        if record is None:
+            return None
+        principal = Principal(project_id=record.project_id, key_id=record.key_id)
+        self._cache[digest] = (now + self._ttl, principal)
+        while len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)
+        return principal
+
+
+class AuthMiddleware:
+    """Puts `scope["state"]["principal"]`, or raises `Unauthenticated` without touching the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+            authenticator: Authenticator | None = getattr(scope["app"].state, "authenticator", None)
+            if authenticator is None:
+                raise Unavailable("the server is starting", hint="try again in a moment")
+            # A missing key costs the same look-up as a wrong one, so the two cannot be told apart by time.
+            principal = await authenticator.principal(presented_key(scope["headers"]) or "")
+            if principal is None:
+                raise unauthenticated()
+            scope["state"]["principal"] = principal
+        await self._app(scope, receive, send)
+
+
+def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The one key in `X-API-Key` or `Authorization: Bearer`; None if there is none, or more than one."""
+    keys: set[bytes] = set()
+    for name, value in headers:
+        if name == b"x-api-key":
+            keys.add(value.strip())
+        elif name == b"authorization":
+            scheme, _, credential = value.partition(b" ")
+            keys.add(credential.strip() if scheme == b"Bearer" else b"")
+    if len(keys) != 1:
+        return None
+    [key] = keys
+    return key.decode("latin-1") if 0 < len(key) <= MAX_KEY_LENGTH else None
+
+
+def unauthenticated() -> Unauthenticated:
+    """One answer for a key that is missing, wrong, expired or doubled: it tells a guesser nothing."""
+    return Unauthenticated(
+        "a valid API key is required",
+        hint="send it as the header X-API-Key; the development key is in the file dev_key of the data folder",
+    )

@@ -1,0 +1,46 @@
+"""What routes ask for in their signatures: the tenant, the services, the settings.
+
+Everything lives on `app.state`, put there by `app/main.py`; this module gives it types. No logic.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from fastapi import Depends, Request
+
+from app.auth import Principal, unauthenticated
+from app.presence import Presence
+from app.services import Services
+from app.settings import Settings
+from store.database import Store
+
+
+def _principal(request: Request) -> Principal:
+    principal = getattr(request.state, "principal", None)
+    if principal is None:  # a route that asks for its tenant on a public path: deny
+        raise unauthenticated()
+    return cast(Principal, principal)
+
+
+def _services(request: Request) -> Services:
+    return cast(Services, request.app.state.services)
+
+
+def _settings(request: Request) -> Settings:
+    return cast(Settings, request.app.state.settings)
+
+
+def _store(request: Request) -> Store:
+    return cast(Store, request.app.state.store)
+
+
+def _presence(request: Request) -> Presence:
+    return cast(Presence, request.app.state.presence)
+
+
+PrincipalDep = Annotated[Principal, Depends(_principal)]
+ServicesDep = Annotated[Services, Depends(_services)]
+SettingsDep = Annotated[Settings, Depends(_settings)]
+StoreDep = Annotated[Store, Depends(_store)]
+PresenceDep = Annotated[Presence, Depends(_presence)]
