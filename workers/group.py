@@ -16,6 +16,11 @@ from schemas.operations import BaseModelInfo
 class WorkerGroup(Protocol):
     """All ranks of one base model. Calls are dispatched to every rank (`ONE_TO_ALL`) in the order they are made."""
 
+    @property
+    def progress(self) -> str | None:
+        """One short phrase about what is being loaded while `start` runs; None when there is nothing to tell."""
+        ...
+
     async def start(self) -> BaseModelInfo:
         """Spawn the ranks and load the base model; bounded in time. Raises `Unavailable` with the reason."""
         ...
@@ -27,7 +32,7 @@ class WorkerGroup(Protocol):
         """
         ...
 
-    async def ping(self, timeout: float) -> bool:
+    async def ping(self, timeout: float) -> bool:  # noqa: ASYNC109 (a plain number crosses to any transport)
         """Whether every rank's process lives and (when idle) answers within `timeout` seconds."""
         ...
 
@@ -36,5 +41,8 @@ class WorkerGroup(Protocol):
         ...
 
     def on_death(self, callback: Callable[[TinsmithError], None]) -> None:
-        """Register what to call (in the event loop) once when a rank dies unasked."""
+        """Register what to call (in the event loop) each time the group is lost because a rank died unasked.
+
+        Called once for each loss, before the pending calls fail. `stop` and `start` then bring the group back.
+        """
         ...

@@ -1,0 +1,42 @@
+"""Builds the worker of a `WorkerSpec`. Runs inside the worker process only: it imports torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from workers.spec import WorkerSpec
+from workers.tinker import TinkerActorRolloutRefWorker
+
+Progress = Callable[[str], None]
+"""Reports one short phrase about what is being loaded, for people who wait."""
+
+
+def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object]:
+    """Import the function that `spec.builder` names."""
+    module, _, function = spec.builder.partition(":")
+    return cast("Callable[[WorkerSpec, Progress], object]", getattr(importlib.import_module(module), function))
+
+
+def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
+    """Prepare the base model's files, load the engine and put the sampler on the same copy of the weights.
+
+    Raises what `prepare`, `check` and `load` raise: a `TinsmithError` that says what is wrong with the model.
+    """
+    from transformers import AutoTokenizer
+
+    from engines.base_models import prepare
+    from engines.torch_engine.engine import TorchEngine
+    from engines.torch_engine.rollout import TorchRollout
+
+    TorchEngine.check()
+    progress("preparing the files of the base model")
+    folder = prepare(spec.model, spec.source, Path(spec.data_dir))
+    progress("loading the weights of the base model")
+    engine = TorchEngine(folder, dtype=spec.dtype, device=spec.device, threads=spec.threads)
+    info = engine.load()
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    rollout = TorchRollout(engine.model, engine.router, tokenizer, max_loaded_adapters=spec.max_loaded_adapters)
+    return TinkerActorRolloutRefWorker(engine, rollout, info)

@@ -1,0 +1,72 @@
+"""The training worker: one rank's engine behind the atomic training step.
+
+Responsible for which engine contexts surround a computation. Not responsible for the computation (`engines/`), nor for
+the split primitives, which only `workers/tinker.py` adds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engines.base import BaseEngine
+from schemas.operations import (
+    LoraSpec,
+    OptimStepParams,
+    SavedAdapter,
+    StepResult,
+    TrainBatch,
+    TrainResult,
+)
+from workers.dispatch import Dispatch, register
+
+
+class TrainingWorker:
+    """Trains and scores adapters in whole steps: no gradient outlives a call.
+
+    Every method raises what the engine raises (`schemas.errors.TinsmithError`) and then leaves the adapter as the
+    engine's contract says: weights and moments as before the call.
+    """
+
+    def __init__(self, engine: BaseEngine) -> None:
+        self.engine = engine
+
+    @register(Dispatch.ONE_TO_ALL)
+    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+        """Make a fresh adapter; returns its number of trainable parameters."""
+        return self.engine.create_adapter(adapter_id, lora)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def remove_adapter(self, adapter_id: str) -> None:
+        """Free everything of an adapter; unknown ids are fine."""
+        self.engine.remove_adapter(adapter_id)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool) -> SavedAdapter:
+        """Write the adapter as a new, complete folder."""
+        return self.engine.save_adapter(adapter_id, Path(folder), with_optimizer=with_optimizer)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool, create: bool) -> SavedAdapter:
+        """Load a folder into a new adapter (`create`) or into the live one."""
+        return self.engine.load_adapter(adapter_id, Path(folder), with_optimizer=with_optimizer, create=create)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def infer_batch(self, batch: TrainBatch) -> TrainResult:
+        """Logprobs and metrics of a batch; touches no gradient."""
+        with self.engine.eval_mode():
+            return self.engine.forward(batch)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def train_batch(
+        self, batch: TrainBatch, optim_step_params: OptimStepParams | None = None, grad_clip_norm: float = 0.0
+    ) -> tuple[TrainResult, StepResult]:
+        """The atomic step: zero, forward, backward, step, in one `train_mode`; gradients are clear afterwards.
+
+        They are also clear when an exception leaves, whatever was accumulated before the call.
+        """
+        adapter_id = batch.adapter_id
+        with self.engine.train_mode(adapter_id, zero_grad_on_exit=True):
+            self.engine.optimizer_zero_grad(adapter_id)
+            trained = self.engine.forward_backward(batch)
+            stepped = self.engine.optimizer_step(adapter_id, optim_step_params, grad_clip_norm=grad_clip_norm)
+        return trained, stepped
