@@ -1,0 +1,121 @@
+"""Building blocks of the JSON bodies: strict base models, identifiers, names and paths.
+
+Requests forbid unknown fields, NaN and infinity, and take no value of a neighbouring type (`"8"` or `true` is no
+integer): whatever a caller writes is either honoured or refused by name. Not responsible for what only the server's
+state can tell (does this model exist?).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+MIN_TTL_SECONDS = 3600
+MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
+"""Ten years of 365 days."""
+
+_NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,127}")
+_NAME_RULE = "1 to 128 characters out of A-Z a-z 0-9 . _ -, not starting with '-', and not '.' or '..'"
+
+
+class RequestModel(BaseModel):
+    """Base of every request body."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ResponseModel(BaseModel):
+    """Base of every result. A non-finite float is written as the string "NaN", "Infinity" or "-Infinity": the bare
+    literals are not JSON, and clients refuse null where a number is due."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings", protected_namespaces=())
+
+
+def check_name(value: str) -> str:
+    """Returns `value` if it may name a checkpoint, else raises ValueError with the rule."""
+    if not _NAME.fullmatch(value) or value in (".", ".."):
+        raise ValueError(f"a name is {_NAME_RULE}")
+    return value
+
+
+Segment = Literal["weights", "sampler_weights"]
+"""The middle part of a checkpoint path: `weights` = training checkpoint, `sampler_weights` = sampler checkpoint."""
+
+
+class TinkerPathParts(NamedTuple):
+    """The three parts of `tinker://{training_run_id}/{segment}/{name}`."""
+
+    training_run_id: str
+    segment: Segment
+    name: str
+
+
+def parse_tinker_path(value: str) -> TinkerPathParts:
+    """Splits a checkpoint path. Raises ValueError (with the accepted form) for every other text."""
+    form = "a checkpoint path is tinker://{training_run_id}/{weights|sampler_weights}/{name}"
+    prefix = "tinker://"
+    parts = value.removeprefix(prefix).split("/")
+    if not value.startswith(prefix) or len(parts) != 3 or not _ID.fullmatch(parts[0]):
+        raise ValueError(form)
+    run, segment, name = parts
+    if segment == "weights":
+        return TinkerPathParts(run, "weights", check_name(name))
+    if segment == "sampler_weights":
+        return TinkerPathParts(run, "sampler_weights", check_name(name))
+    raise ValueError(f"{form}; {segment[:64]!r} is neither weights nor sampler_weights")
+
+
+def _check_path(value: str) -> str:
+    parse_tinker_path(value)
+    return value
+
+
+_ID = re.compile(r"[!-.0-~]{1,256}")
+
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[!-.0-~]+$")]
+"""An id given out by the server: printable ASCII without spaces and slashes."""
+
+Name = Annotated[
+    str,
+    AfterValidator(check_name),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": 128,
+            "pattern": r"^(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]*$",
+        }
+    ),
+]
+"""The name of a checkpoint."""
+
+TinkerPath = Annotated[str, StringConstraints(max_length=512), AfterValidator(_check_path)]
+"""A checkpoint path, checked for its form only."""
+
+Label = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""A short text for people, on one line: no control characters (they forge log lines and terminal output)."""
+
+MetadataValue = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00]*$")]
+UserMetadata = Annotated[dict[Label, MetadataValue], Field(max_length=64)]
+"""Up to 64 pairs of text."""
+
+SeqId = Annotated[int, Field(ge=1, le=MAX_INT64)]
+"""Order of a training request within its model, from 1."""
+
+SessionCounter = Annotated[int, Field(ge=0, le=MAX_INT64)]
+"""A counter within a session (of models, of sampling sessions), from 0."""
+
+TtlSeconds = Annotated[int, Field(ge=MIN_TTL_SECONDS, le=MAX_TTL_SECONDS)]
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+SEQ_ID_TEXT = (
+    "Order within the model, from 1; requests run in this order. Sending the same request again under the same seq_id "
+    "returns the same promise. Absent: the server assigns the next one (and cannot recognise a repeat)."
+)
+
+JSON = dict[str, Any] | list[Any] | str | int | float | bool | None
