@@ -63,7 +63,7 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """A training run, the life of one adapter. `lora` is None until the geometry is known (created from a checkpoint)."""
+    """A training run, the life of one adapter. `lora` is None until it is known (created from a checkpoint)."""
 
     model_id: str
     project_id: str
@@ -144,7 +144,7 @@ class NewOperation:
 class OperationRecord:
     """One line of the operation log.
 
-    `result` and `content_type` are set if `done`, `error` if `failed`; once `expired` the bodies and the outcome are gone
+    `result` and `content_type` are set if `done`, `error` if `failed`; once `expired` bodies and outcome are gone
     (`body` is then empty bytes) and only the identity of the request is kept.
     """
 

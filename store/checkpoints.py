@@ -1,0 +1,171 @@
+"""Checkpoints: their names and what is in them. Names live only here; the files are under generated folder names.
+
+A row is written only after its folder is complete on disk, and deleted before the folder is: a row means usable files.
+Not responsible for the files (`store/artifacts.py`), nor for which names are acceptable (the edge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, cast
+
+from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from schemas.errors import AlreadyExists
+from schemas.operations import LoraSpec
+from store.records import CheckpointKind, CheckpointRecord
+from store.tables import Checkpoint
+
+
+async def create_checkpoint(
+    db: AsyncSession,
+    *,
+    checkpoint_id: str,
+    project_id: str,
+    model_id: str,
+    kind: CheckpointKind,
+    name: str | None,
+    folder: str,
+    size_bytes: int,
+    base_model: str,
+    lora: LoraSpec,
+    has_optimizer: bool,
+    user_metadata: Mapping[str, Any],
+    expires_at: datetime | None,
+    now: datetime,
+    overwrite: bool,
+) -> tuple[CheckpointRecord, str | None]:
+    """Publish a complete folder as a checkpoint; `name` None makes it ephemeral (reachable by id only).
+
+    Returns:
+        The record, and the folder of the checkpoint that it replaced (to be deleted after the commit), if any.
+
+    Raises:
+        AlreadyExists: the run has a checkpoint of this kind and name, and `overwrite` is False.
+    """
+    replaced = await _named(db, project_id, model_id, kind, name) if name is not None else None
+    if replaced is not None:
+        if not overwrite:
+            raise AlreadyExists(
+                f"this training run has a {kind} checkpoint named {name!r} already",
+                field="path",
+                hint="Choose another name, or send overwrite=true.",
+            )
+        await db.delete(replaced)
+        await db.flush()
+    row = Checkpoint(
+        checkpoint_id=checkpoint_id,
+        project_id=project_id,
+        model_id=model_id,
+        kind=kind,
+        name=name,
+        folder=folder,
+        size_bytes=size_bytes,
+        base_model=base_model,
+        lora=asdict(lora),
+        has_optimizer=has_optimizer,
+        user_metadata=dict(user_metadata),
+        created_at=now,
+        expires_at=expires_at,
+    )
+    db.add(row)
+    await db.flush()
+    return _record(row), None if replaced is None else replaced.folder
+
+
+async def find_checkpoint(
+    db: AsyncSession, project_id: str, model_id: str, kind: CheckpointKind, name: str
+) -> CheckpointRecord | None:
+    """The checkpoint of this name, or None if it does not exist or belongs to another project.
+
+    One that is past its `expires_at` is found until it is swept; the caller compares the time.
+    """
+    row = await _named(db, project_id, model_id, kind, name)
+    return None if row is None else _record(row)
+
+
+async def get_checkpoint(db: AsyncSession, project_id: str, checkpoint_id: str) -> CheckpointRecord | None:
+    """The checkpoint of this id, or None if it does not exist or belongs to another project."""
+    row = await db.get(Checkpoint, checkpoint_id)
+    return _record(row) if row is not None and row.project_id == project_id else None
+
+
+async def list_checkpoints(
+    db: AsyncSession, project_id: str, model_id: str | None = None, *, limit: int, offset: int
+) -> tuple[list[CheckpointRecord], int]:
+    """One page of the named checkpoints of a project (or of one run), newest first, and how many there are in all."""
+    wanted = [Checkpoint.project_id == project_id, Checkpoint.name.is_not(None)]
+    if model_id is not None:
+        wanted.append(Checkpoint.model_id == model_id)
+    order = (Checkpoint.created_at.desc(), Checkpoint.checkpoint_id)
+    rows = await db.scalars(select(Checkpoint).where(*wanted).order_by(*order).limit(limit).offset(offset))
+    total = await db.scalar(select(func.count()).select_from(Checkpoint).where(*wanted))
+    return [_record(row) for row in rows], total or 0
+
+
+async def latest_checkpoints(
+    db: AsyncSession, project_id: str, model_ids: Collection[str]
+) -> dict[tuple[str, CheckpointKind], CheckpointRecord]:
+    """The newest named checkpoint of each run and kind, by (model_id, kind)."""
+    wanted = (
+        Checkpoint.project_id == project_id,
+        Checkpoint.name.is_not(None),
+        Checkpoint.model_id.in_(list(model_ids)),
+    )
+    rows = await db.scalars(select(Checkpoint).where(*wanted).order_by(Checkpoint.created_at, Checkpoint.checkpoint_id))
+    return {(record.model_id, record.kind): record for record in map(_record, rows)}
+
+
+async def set_checkpoint_expiry(db: AsyncSession, checkpoint_id: str, expires_at: datetime | None) -> None:
+    """Change when a checkpoint is swept; None keeps it."""
+    chosen = Checkpoint.checkpoint_id == checkpoint_id
+    await db.execute(update(Checkpoint).where(chosen).values(expires_at=expires_at))
+
+
+async def expired_checkpoints(db: AsyncSession, now: datetime) -> list[CheckpointRecord]:
+    """Every checkpoint that is past its time, of all projects."""
+    rows = await db.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now).order_by(Checkpoint.expires_at))
+    return [_record(row) for row in rows]
+
+
+async def delete_checkpoint(db: AsyncSession, checkpoint_id: str) -> str | None:
+    """Forget a checkpoint. Returns its folder, to be deleted after the commit; None if there is no such checkpoint."""
+    row = await db.get(Checkpoint, checkpoint_id)
+    if row is None:
+        return None
+    await db.delete(row)
+    await db.flush()
+    return row.folder
+
+
+async def checkpoint_folders(db: AsyncSession) -> frozenset[str]:
+    """The folders of all checkpoints: what `Artifacts.sweep_incomplete` keeps."""
+    return frozenset(await db.scalars(select(Checkpoint.folder)))
+
+
+async def _named(
+    db: AsyncSession, project_id: str, model_id: str, kind: CheckpointKind, name: str
+) -> Checkpoint | None:
+    wanted = (Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
+    return await db.scalar(select(Checkpoint).where(Checkpoint.project_id == project_id, *wanted))
+
+
+def _record(row: Checkpoint) -> CheckpointRecord:
+    return CheckpointRecord(
+        checkpoint_id=row.checkpoint_id,
+        project_id=row.project_id,
+        model_id=row.model_id,
+        kind=cast(CheckpointKind, row.kind),
+        name=row.name,
+        folder=row.folder,
+        size_bytes=row.size_bytes,
+        base_model=row.base_model,
+        lora=LoraSpec(**row.lora),
+        has_optimizer=row.has_optimizer,
+        user_metadata=row.user_metadata,
+        created_at=row.created_at,
+        expires_at=row.expires_at,
+    )

@@ -1,0 +1,123 @@
+"""Sessions: one per client program, kept alive by heartbeats. Not responsible for what ends with a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, cast
+
+from sqlalchemy import func, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from store.records import SessionRecord, SessionState
+from store.tables import Session
+
+
+async def create_session(
+    db: AsyncSession,
+    *,
+    session_id: str,
+    project_id: str,
+    tags: Sequence[str],
+    user_metadata: Mapping[str, Any],
+    sdk_version: str | None,
+    display_name: str | None,
+    idempotency_key: str | None,
+    now: datetime,
+) -> SessionRecord:
+    """Add a session; the same idempotency key in the same project gives the session that it made before."""
+    if idempotency_key is not None:
+        known = await db.scalar(
+            select(Session).where(Session.project_id == project_id, Session.idempotency_key == idempotency_key)
+        )
+        if known is not None:
+            return _record(known)
+    row = Session(
+        session_id=session_id,
+        project_id=project_id,
+        idempotency_key=idempotency_key,
+        tags=list(tags),
+        user_metadata=dict(user_metadata),
+        sdk_version=sdk_version,
+        display_name=display_name,
+        state="active",
+        created_at=now,
+        last_seen_at=now,
+    )
+    db.add(row)
+    await db.flush()
+    return _record(row)
+
+
+async def get_session(db: AsyncSession, project_id: str, session_id: str) -> SessionRecord | None:
+    """The session, or None if it does not exist or belongs to another project."""
+    row = await _find(db, project_id, session_id)
+    return None if row is None else _record(row)
+
+
+async def list_sessions(db: AsyncSession, project_id: str, limit: int, offset: int) -> tuple[list[SessionRecord], int]:
+    """One page of a project's sessions, newest first, and how many there are in all."""
+    mine = Session.project_id == project_id
+    order = (Session.created_at.desc(), Session.session_id)
+    rows = await db.scalars(select(Session).where(mine).order_by(*order).limit(limit).offset(offset))
+    total = await db.scalar(select(func.count()).select_from(Session).where(mine))
+    return [_record(row) for row in rows], total or 0
+
+
+async def finish_session(
+    db: AsyncSession, project_id: str, session_id: str, reason: str, detail: str | None, now: datetime
+) -> SessionRecord | None:
+    """End a session for the client's own reason. The first reason wins: a session that is over stays as it ended."""
+    row = await _find(db, project_id, session_id)
+    if row is None:
+        return None
+    if row.state == "active":
+        row.state, row.finish_reason, row.finish_detail, row.ended_at = "finished", reason, detail, now
+        await db.flush()
+    return _record(row)
+
+
+async def touch_sessions(db: AsyncSession, last_seen: Mapping[str, datetime]) -> None:
+    """Note when sessions were last heard of. Time only moves forward; ended and unknown sessions are left alone."""
+    for session_id, seen in last_seen.items():
+        live = (Session.session_id == session_id, Session.state == "active", Session.last_seen_at < seen)
+        await db.execute(update(Session).where(*live).values(last_seen_at=seen))
+
+
+async def silent_sessions(db: AsyncSession, before: datetime) -> list[SessionRecord]:
+    """Active sessions that were last heard of before `before`, the most silent first."""
+    silent = (Session.state == "active", Session.last_seen_at < before)
+    rows = await db.scalars(select(Session).where(*silent).order_by(Session.last_seen_at))
+    return [_record(row) for row in rows]
+
+
+async def expire_session(db: AsyncSession, session_id: str, now: datetime) -> bool:
+    """End a silent session. False if it was over already (or never was)."""
+    row = await db.get(Session, session_id)
+    if row is None or row.state != "active":
+        return False
+    row.state, row.ended_at = "expired", now
+    await db.flush()
+    return True
+
+
+async def _find(db: AsyncSession, project_id: str, session_id: str) -> Session | None:
+    row = await db.get(Session, session_id)
+    return row if row is not None and row.project_id == project_id else None
+
+
+def _record(row: Session) -> SessionRecord:
+    return SessionRecord(
+        session_id=row.session_id,
+        project_id=row.project_id,
+        tags=tuple(row.tags),
+        user_metadata=row.user_metadata,
+        sdk_version=row.sdk_version,
+        display_name=row.display_name,
+        state=cast(SessionState, row.state),
+        finish_reason=row.finish_reason,
+        finish_detail=row.finish_detail,
+        created_at=row.created_at,
+        last_seen_at=row.last_seen_at,
+        ended_at=row.ended_at,
+    )
