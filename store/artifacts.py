@@ -1,0 +1,108 @@
+"""Checkpoint folders under generated names. What a user called a checkpoint never becomes part of a path.
+
+A folder is complete when a row names it; one that no row names was left by a crash and is swept at start-up.
+Not responsible for what is in the folders (the engine writes them) nor for names (`store/checkpoints.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+from schemas.errors import NotFound
+from store.files import fsync_folder, make_private_folder
+
+_log = logging.getLogger(__name__)
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_OURS = re.compile(r"\.?[0-9a-f]{32}(?:[.-].*)?", re.DOTALL)
+"""A folder's own name, and the temporary names that a writer derives from it."""
+
+
+class Artifacts:
+    """The folder of checkpoint folders below a data folder (which exists)."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._root = data_dir / "checkpoints"
+        make_private_folder(self._root)
+
+    def new_folder(self) -> tuple[str, str]:
+        """A fresh checkpoint id and folder name, 128 random bits each. The folder is not created: its writer does that."""
+        return secrets.token_hex(16), secrets.token_hex(16)
+
+    def path(self, folder_name: str) -> Path:
+        """Where a folder is or will be.
+
+        Raises:
+            NotFound: the name is not one that `new_folder` makes, or a link is in its place.
+        """
+        if _FOLDER.fullmatch(folder_name) is None:
+            raise NotFound("these checkpoint files do not exist")
+        path = self._root / folder_name
+        if path.is_symlink() or path.resolve() != self._root.resolve() / folder_name:
+            raise NotFound("these checkpoint files do not exist")
+        return path
+
+    async def size(self, folder_name: str) -> int:
+        """The size of the regular files of a folder in bytes; links are not followed.
+
+        Raises:
+            NotFound: there is no such folder.
+        """
+        path = self.path(folder_name)
+        if not path.is_dir():
+            raise NotFound("these checkpoint files do not exist")
+        return await asyncio.to_thread(_size, path)
+
+    async def delete(self, folder_name: str) -> None:
+        """Remove a folder; one that is gone already is passed over."""
+        path = self.path(folder_name)
+        await asyncio.to_thread(_remove, path)
+
+    async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
+        """At start-up: remove the folders that no row names (`checkpoints.checkpoint_folders`) and half-written ones.
+
+        Things in the folder that we did not make are left alone, and logged.
+
+        Returns:
+            The names that were removed.
+        """
+        return await asyncio.to_thread(self._sweep, keep)
+
+    def _sweep(self, keep: Collection[str]) -> list[str]:
+        swept = []
+        for path in sorted(self._root.iterdir()):
+            if path.name in keep:
+                continue
+            if _OURS.fullmatch(path.name) is None:
+                _log.warning("left alone among the checkpoints: %r", path.name)
+                continue
+            _remove(path)
+            swept.append(path.name)
+        if swept:
+            fsync_folder(self._root)
+        return swept
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            status = Path(folder, name).lstat()
+            if stat.S_ISREG(status.st_mode):
+                total += status.st_size
+    return total
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file, or a link (never what it points to)."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        shutil.rmtree(path)

@@ -1,0 +1,198 @@
+"""The operation log: every accepted request under its natural key, and what came of it.
+
+The log decides what a repeat is: `(scope, seq_id)` with the same kind and digest is the same operation, with another
+it is a conflict. Outcomes survive restarts and can be handed out again and again until `expire_results`; the line itself
+stays, so that a late repeat is still recognised. Not responsible for running anything, nor for body files.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any, cast
+
+from sqlalchemy import func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from schemas.errors import SeqIdConflict, TinsmithError
+from store.error_codec import error_from_json, error_to_json
+from store.records import Body, BodyRef, NewOperation, OperationRecord, OperationState
+from store.tables import Operation
+
+_REFUSED = "refused"
+
+
+async def append(db: AsyncSession, new: NewOperation) -> tuple[OperationRecord, bool]:
+    """Write a request to the log, once.
+
+    Returns:
+        The operation, and whether it is new. If it is not, the body that came with `new` is not used: where it is a
+        file, the caller deletes it. A line that holds the place of a refused request is replaced by a corrected one.
+
+    Raises:
+        SeqIdConflict: this `seq_id` was used in this scope for another request.
+    """
+    known = None
+    if new.seq_id is not None:
+        known = await db.scalar(select(Operation).where(Operation.scope == new.scope, Operation.seq_id == new.seq_id))
+    if known is not None and known.state != _REFUSED:
+        if (known.project_id, known.kind, known.digest) != (new.project_id, new.kind, new.digest):
+            raise SeqIdConflict(
+                f"seq_id {new.seq_id} was used before with another request",
+                field="seq_id",
+                hint="Send the same request to get its result again, or use the next seq_id for a new one.",
+            )
+        return _record(known), False
+    if known is not None:
+        await db.delete(known)
+        await db.flush()
+    inline, ref = _split(new.body)
+    row = Operation(
+        request_id=new.request_id,
+        project_id=new.project_id,
+        kind=new.kind,
+        scope=new.scope,
+        seq_id=new.seq_id,
+        digest=new.digest,
+        state="pending",
+        created_at=new.created_at,
+        body_inline=inline,
+        body_ref=ref,
+    )
+    db.add(row)
+    await db.flush()
+    return _record(row), True
+
+
+async def record_refusal(db: AsyncSession, project_id: str, scope: str, seq_id: int, now: datetime) -> None:
+    """Note that a refused request consumed its `seq_id`, so that later ones need not wait for it.
+
+    An operation or refusal that is there already stays as it is.
+    """
+    taken = select(Operation.request_id).where(Operation.scope == scope, Operation.seq_id == seq_id)
+    if await db.scalar(taken) is not None:
+        return
+    row = Operation(
+        request_id=f"refused-{secrets.token_hex(16)}",
+        project_id=project_id,
+        kind=_REFUSED,
+        scope=scope,
+        seq_id=seq_id,
+        digest="",
+        state=_REFUSED,
+        created_at=now,
+        finished_at=now,
+    )
+    db.add(row)
+    await db.flush()
+
+
+async def highest_seq(db: AsyncSession, scope: str) -> int | None:
+    """The highest `seq_id` that was used in a scope, refused ones included; None if none was."""
+    return await db.scalar(select(func.max(Operation.seq_id)).where(Operation.scope == scope))
+
+
+async def get_operation(db: AsyncSession, project_id: str, request_id: str) -> OperationRecord | None:
+    """The operation, or None if it does not exist, was refused, or belongs to another project."""
+    row = await db.get(Operation, request_id)
+    return _record(row) if row is not None and row.project_id == project_id and row.state != _REFUSED else None
+
+
+async def finish(db: AsyncSession, request_id: str, result: Body, content_type: str, now: datetime) -> bool:
+    """Keep the result of a pending operation.
+
+    Returns:
+        False if the operation is not pending (any more): the first outcome stands, and where `result` is a file the
+        caller deletes it.
+    """
+    inline, ref = _split(result)
+    outcome = {"result_inline": inline, "result_ref": ref, "content_type": content_type}
+    return await _settle(db, request_id, "done", now, outcome)
+
+
+async def fail(db: AsyncSession, request_id: str, error: TinsmithError, now: datetime) -> bool:
+    """Keep the failure of a pending operation. False if the operation is not pending (any more)."""
+    return await _settle(db, request_id, "failed", now, {"error": error_to_json(error)})
+
+
+async def mark_delivered(db: AsyncSession, request_ids: Collection[str], now: datetime) -> None:
+    """Note that outcomes were handed out. Only the first time counts, so that polling does not keep a result alive."""
+    settled = (
+        Operation.request_id.in_(list(request_ids)),
+        Operation.state.in_(("done", "failed")),
+        Operation.delivered_at.is_(None),
+    )
+    await db.execute(update(Operation).where(*settled).values(delivered_at=now))
+
+
+async def unfinished(db: AsyncSession) -> list[OperationRecord]:
+    """Every pending operation of all projects, by scope and `seq_id`; what a restarted server has to settle."""
+    order = (Operation.scope, Operation.seq_id, Operation.created_at)
+    rows = await db.scalars(select(Operation).where(Operation.state == "pending").order_by(*order))
+    return [_record(row) for row in rows]
+
+
+async def expire_results(db: AsyncSession, delivered_before: datetime, undelivered_before: datetime) -> list[BodyRef]:
+    """Drop the outcomes and bodies of operations that were delivered, or finished and never asked for, long ago.
+
+    Returns:
+        The files that nobody needs any more, to be deleted after the commit.
+    """
+    over = (
+        Operation.state.in_(("done", "failed")),
+        or_(
+            Operation.delivered_at < delivered_before,
+            Operation.delivered_at.is_(None) & (Operation.finished_at < undelivered_before),
+        ),
+    )
+    files = await db.execute(select(Operation.body_ref, Operation.result_ref).where(*over))
+    refs = [BodyRef(**ref) for row in files for ref in row if ref is not None]
+    empty = dict.fromkeys(("body_inline", "body_ref", "result_inline", "result_ref", "error", "content_type"))
+    await db.execute(update(Operation).where(*over).values(state="expired", **empty))
+    return refs
+
+
+async def body_names(db: AsyncSession) -> frozenset[str]:
+    """The names of all body files in use: what `Bodies.sweep` keeps."""
+    in_use = or_(Operation.body_ref.is_not(None), Operation.result_ref.is_not(None))
+    rows = await db.execute(select(Operation.body_ref, Operation.result_ref).where(in_use))
+    return frozenset(ref["name"] for row in rows for ref in row if ref is not None)
+
+
+async def _settle(
+    db: AsyncSession, request_id: str, state: OperationState, now: datetime, outcome: dict[str, Any]
+) -> bool:
+    pending = (Operation.request_id == request_id, Operation.state == "pending")
+    change = update(Operation).where(*pending).values(state=state, finished_at=now, **outcome)
+    settled = await db.scalars(change.returning(Operation.request_id))
+    return settled.one_or_none() is not None
+
+
+def _split(body: Body) -> tuple[bytes | None, dict[str, Any] | None]:
+    return (None, asdict(body)) if isinstance(body, BodyRef) else (body, None)
+
+
+def _join(inline: bytes | None, ref: dict[str, Any] | None) -> Body | None:
+    return inline if ref is None else BodyRef(**ref)
+
+
+def _record(row: Operation) -> OperationRecord:
+    body = _join(row.body_inline, row.body_ref)
+    return OperationRecord(
+        request_id=row.request_id,
+        project_id=row.project_id,
+        kind=row.kind,
+        scope=row.scope,
+        seq_id=row.seq_id,
+        digest=row.digest,
+        body=b"" if body is None else body,
+        state=cast(OperationState, row.state),
+        result=_join(row.result_inline, row.result_ref),
+        content_type=row.content_type,
+        error=None if row.error is None else error_from_json(row.error),
+        created_at=row.created_at,
+        finished_at=row.finished_at,
+        delivered_at=row.delivered_at,
+    )
