@@ -33,7 +33,7 @@ class Artifacts:
         make_private_folder(self._root)
 
     def new_folder(self) -> tuple[str, str]:
-        """A fresh checkpoint id and folder name, 128 random bits each. The folder is not created: its writer does that."""
+        """A fresh checkpoint id and folder name, 128 random bits each. The writer creates the folder."""
         return secrets.token_hex(16), secrets.token_hex(16)
 
     def path(self, folder_name: str) -> Path:

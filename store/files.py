@@ -1,4 +1,7 @@
-"""Small file operations that are safe against crashes and other users. Blocking: call them in a thread where it matters."""
+"""Small file operations that are safe against crashes and other users. They block: event loops call them in threads.
+
+Not responsible for what the files mean.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,24 @@ def make_private_folder(folder: Path) -> None:
             raise
     else:
         fsync_folder(folder.parent)
+
+
+def claim_folder(folder: Path, mark: str) -> None:
+    """Make a folder ours: create it, or close an existing one to others (mode 0700).
+
+    An existing folder is closed only if it is empty or holds `mark`, the name of a file of ours: one that serves another
+    purpose too (a home, /tmp) must not be shut to those who use it. Our files in it are private in any case.
+
+    Raises:
+        OSError: it cannot be created, read or changed, or is not a folder.
+    """
+    folder = folder.resolve()
+    make_private_folder(folder)
+    names = {path.name for path in folder.iterdir()}
+    status = folder.stat()
+    ours = status.st_uid == os.getuid() and (not names or mark in names)
+    if ours and stat.S_IMODE(status.st_mode) & 0o077:
+        folder.chmod(0o700)
 
 
 def write_new(path: Path, data: bytes) -> None:

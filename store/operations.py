@@ -1,8 +1,8 @@
 """The operation log: every accepted request under its natural key, and what came of it.
 
 The log decides what a repeat is: `(scope, seq_id)` with the same kind and digest is the same operation, with another
-it is a conflict. Outcomes survive restarts and can be handed out again and again until `expire_results`; the line itself
-stays, so that a late repeat is still recognised. Not responsible for running anything, nor for body files.
+it is a conflict. Outcomes survive restarts and can be handed out again and again until `expire_results`; the line
+itself stays, so that a late repeat is still recognised. Not responsible for running anything, nor for body files.
 """
 
 from __future__ import annotations

@@ -1,0 +1,41 @@
+"""Brings a database to the newest schema, from inside the installed package and without any configuration file.
+
+Blocking: call it in a thread. Not responsible for what the revisions do (`store/migrations/versions`).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+
+from schemas.errors import Unavailable
+
+
+def migrate_to_head(connection: Connection) -> None:
+    """Run the missing revisions inside the caller's transaction: all of them, or none.
+
+    Raises:
+        Unavailable: the database has a schema that this version does not know, i.e. a newer one.
+    """
+    config = Config()
+    config.set_main_option("script_location", "store:migrations")
+    config.set_main_option("path_separator", "os")
+    config.attributes["connection"] = connection
+    # Alembic tells at INFO what it does; a server's log at INFO is for requests.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    scripts = ScriptDirectory.from_config(config)
+    known = {script.revision for script in scripts.walk_revisions()}
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is not None and current not in known:
+        raise Unavailable(
+            f"the data folder has schema {current}, which this version does not know "
+            f"(its newest is {scripts.get_current_head()})",
+            hint="It was written by a newer version: update the server, or use another data folder.",
+            code="newer_schema",
+        )
+    command.upgrade(config, "head")

@@ -1,0 +1,1 @@
+"""Alembic's environment and revisions, run by `store/migrate.py`. Not responsible for when they run."""

@@ -1,0 +1,154 @@
+"""The first schema: projects, keys, sessions, runs, samplers, checkpoints, the operation log."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision: str | None = None
+branch_labels: tuple[str, ...] | None = None
+depends_on: tuple[str, ...] | None = None
+
+
+def upgrade() -> None:
+    _tenants()
+    _sessions()
+    _checkpoints()
+    _operations()
+
+
+def _tenants() -> None:
+    op.create_table(
+        "projects",
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.PrimaryKeyConstraint("project_id", name="pk_projects"),
+        sa.UniqueConstraint("name", name="uq_projects_name"),
+    )
+    op.create_table(
+        "api_keys",
+        sa.Column("key_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("prefix", sa.String(), nullable=False),
+        sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("last_used_at", sa.DateTime(), nullable=True),
+        sa.Column("expires_at", sa.DateTime(), nullable=True),
+        sa.Column("revoked_at", sa.DateTime(), nullable=True),
+        sa.PrimaryKeyConstraint("key_id", name="pk_api_keys"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_api_keys_project_id_projects"),
+    )
+    op.create_index("ix_api_keys_prefix", "api_keys", ["prefix"])
+
+
+def _sessions() -> None:
+    op.create_table(
+        "sessions",
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("idempotency_key", sa.String(), nullable=True),
+        sa.Column("tags", sa.JSON(), nullable=False),
+        sa.Column("user_metadata", sa.JSON(), nullable=False),
+        sa.Column("sdk_version", sa.String(), nullable=True),
+        sa.Column("display_name", sa.String(), nullable=True),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("finish_reason", sa.String(), nullable=True),
+        sa.Column("finish_detail", sa.String(), nullable=True),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("last_seen_at", sa.DateTime(), nullable=False),
+        sa.Column("ended_at", sa.DateTime(), nullable=True),
+        sa.PrimaryKeyConstraint("session_id", name="pk_sessions"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_sessions_project_id_projects"),
+        sa.UniqueConstraint("project_id", "idempotency_key", name="uq_sessions_project_id_idempotency_key"),
+    )
+    op.create_index("ix_sessions_state_last_seen_at", "sessions", ["state", "last_seen_at"])
+    op.create_table(
+        "runs",
+        sa.Column("model_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("model_seq_id", sa.BigInteger(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("lora", sa.JSON(), nullable=True),
+        sa.Column("user_metadata", sa.JSON(), nullable=False),
+        sa.Column("optimizer_type", sa.String(), nullable=True),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("last_request_at", sa.DateTime(), nullable=False),
+        sa.PrimaryKeyConstraint("model_id", name="pk_runs"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_runs_project_id_projects"),
+        sa.ForeignKeyConstraint(["session_id"], ["sessions.session_id"], name="fk_runs_session_id_sessions"),
+        sa.UniqueConstraint("session_id", "model_seq_id", name="uq_runs_session_id_model_seq_id"),
+    )
+    op.create_index("ix_runs_project_id_created_at", "runs", ["project_id", "created_at"])
+    op.create_index("ix_runs_state", "runs", ["state"])
+    op.create_table(
+        "samplers",
+        sa.Column("sampler_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("seq_id", sa.BigInteger(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("model_path", sa.String(), nullable=True),
+        sa.Column("checkpoint_id", sa.String(), nullable=True),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.PrimaryKeyConstraint("sampler_id", name="pk_samplers"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_samplers_project_id_projects"),
+        sa.ForeignKeyConstraint(["session_id"], ["sessions.session_id"], name="fk_samplers_session_id_sessions"),
+        sa.UniqueConstraint("session_id", "seq_id", name="uq_samplers_session_id_seq_id"),
+    )
+
+
+def _checkpoints() -> None:
+    op.create_table(
+        "checkpoints",
+        sa.Column("checkpoint_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("model_id", sa.String(), nullable=False),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=True),
+        sa.Column("folder", sa.String(), nullable=False),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("lora", sa.JSON(), nullable=False),
+        sa.Column("has_optimizer", sa.Boolean(), nullable=False),
+        sa.Column("user_metadata", sa.JSON(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("expires_at", sa.DateTime(), nullable=True),
+        sa.PrimaryKeyConstraint("checkpoint_id", name="pk_checkpoints"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_checkpoints_project_id_projects"),
+        sa.ForeignKeyConstraint(["model_id"], ["runs.model_id"], name="fk_checkpoints_model_id_runs"),
+        sa.UniqueConstraint("folder", name="uq_checkpoints_folder"),
+        sa.UniqueConstraint("model_id", "kind", "name", name="uq_checkpoints_model_id_kind_name"),
+    )
+    op.create_index("ix_checkpoints_project_id_created_at", "checkpoints", ["project_id", "created_at"])
+    op.create_index("ix_checkpoints_expires_at", "checkpoints", ["expires_at"])
+
+
+def _operations() -> None:
+    op.create_table(
+        "operations",
+        sa.Column("request_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("scope", sa.String(), nullable=False),
+        sa.Column("seq_id", sa.BigInteger(), nullable=True),
+        sa.Column("digest", sa.String(), nullable=False),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("content_type", sa.String(), nullable=True),
+        sa.Column("error", sa.JSON(), nullable=True),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("finished_at", sa.DateTime(), nullable=True),
+        sa.Column("delivered_at", sa.DateTime(), nullable=True),
+        sa.Column("body_ref", sa.JSON(), nullable=True),
+        sa.Column("result_ref", sa.JSON(), nullable=True),
+        sa.Column("body_inline", sa.LargeBinary(), nullable=True),
+        sa.Column("result_inline", sa.LargeBinary(), nullable=True),
+        sa.PrimaryKeyConstraint("request_id", name="pk_operations"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_operations_project_id_projects"),
+        sa.UniqueConstraint("scope", "seq_id", name="uq_operations_scope_seq_id"),
+    )
+    op.create_index("ix_operations_state", "operations", ["state"])
