@@ -214,6 +214,18 @@ def expected_shapes(model: nn.Module, spec: LoraSpec) -> dict[str, tuple[tuple[i
     return {name: ((spec.rank, b.in_features), (b.out_features, spec.rank)) for name, b in bases.items()}
 
 
+def check_fits(model: nn.Module, spec: LoraSpec, weights: AdapterWeights) -> None:
+    """Raise `InvalidRequest` unless these weights are exactly an adapter of this geometry on this model."""
+    expected = expected_shapes(model, spec)
+    found = {name: (tuple(down.shape), tuple(up.shape)) for name, (down, up) in weights.pairs.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise InvalidRequest(
+                f"the adapter does not fit this base model: {name} has shapes {found.get(name)}, "
+                f"where {expected.get(name)} is expected"
+            )
+
+
 def _family(name: str) -> Family | None:
     """The family by the innermost telling part of the path; None for routers, other towers and anything unknown."""
     *parents, leaf = name.split(".")

@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,18 @@ class SavedState:
     weights: AdapterWeights
     optimizer: AdamState | None
     size_bytes: int
+
+    def ordered(self, modules: Sequence[str]) -> SavedState:
+        """The same state with its modules in this order (files keep another); `modules` must be the same set."""
+        index = {module: position for position, module in enumerate(self.weights.pairs)}
+        pairs = {module: self.weights.pairs[module] for module in modules}
+        optimizer = self.optimizer
+        if optimizer is not None:
+            places = [2 * index[module] + side for module in modules for side in (0, 1)]
+            means = [optimizer.exp_avg[place] for place in places]
+            squares = [optimizer.exp_avg_sq[place] for place in places]
+            optimizer = AdamState(optimizer.step, means, squares)
+        return replace(self, weights=AdapterWeights(pairs, self.weights.scaling), optimizer=optimizer)
 
 
 def write_adapter(
@@ -98,9 +110,10 @@ def write_adapter(
         _fsync(temporary)
         os.rename(temporary, folder)
         _fsync(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise EngineFailure(f"the checkpoint could not be written: {error.strerror or 'input/output error'}") from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or "input/output error"
+        raise EngineFailure(f"the checkpoint could not be written: {reason}") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -1,0 +1,107 @@
+"""Loading a frozen base model from a local Hugging Face folder, and what there is to know about it.
+
+Never runs code from the folder. Not responsible for getting the folder (`engines/base_models.py`) or for adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engines.lora import available_families
+from engines.torch_engine.head import OutputHead
+from schemas.errors import InvalidRequest, Unavailable
+from schemas.operations import BaseModelInfo
+
+_LOG = logging.getLogger(__name__)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_UNBOUNDED_CONTEXT = 1 << 20
+"""Context of architectures without a maximum (recurrent ones): a bound must exist, for memory's sake."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` = the first CUDA device if there is one, else the CPU. Raises `InvalidRequest` for another kind."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise InvalidRequest(f"device is {device!r}; it must be auto, cpu or cuda[:index]", field="device")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise Unavailable("device is cuda, but torch finds no CUDA device on this machine")
+    return resolved
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` = bfloat16 on CUDA, float32 on the CPU. Raises `InvalidRequest` for another name.
+
+    float16 is not offered: without loss scaling its gradients underflow.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in _DTYPES:
+        raise InvalidRequest(f"dtype is {dtype!r}; it must be auto, {' or '.join(_DTYPES)}", field="dtype")
+    return _DTYPES[dtype]
+
+
+def load_base_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model of the folder in evaluation mode. Raises `Unavailable`; the details go to the log only."""
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
+        )
+        return model.to(device)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        _LOG.exception("loading the base model failed")
+        raise Unavailable(
+            f"the base model could not be loaded ({type(error).__name__}); see the server's log"
+        ) from None
+
+
+def freeze(model: nn.Module) -> None:
+    """Evaluation mode, no gradients, no dropout anywhere (some architectures apply it functionally)."""
+    model.eval()
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def check_head(model: Any, head: OutputHead) -> None:
+    """Raise `Unavailable` unless hidden states through our head give the model's own logits.
+
+    An architecture that treats its logits in a way of its own must be refused, not trained on wrong numbers.
+    """
+    if model.base_model is model:
+        raise Unavailable(f"{type(model).__name__} has no backbone apart from its head; it cannot be trained here")
+    ids = (torch.arange(8, device=model.get_input_embeddings().weight.device) % head.vocab_size).unsqueeze(0)
+    with torch.no_grad():
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        ours = head.logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    if own.shape != ours.shape or not bool((own - ours).abs().max() <= tolerance * own.abs().max().clamp(min=1e-6)):
+        raise Unavailable(f"{type(model).__name__} transforms its logits in a way that is not supported")
+
+
+def describe(model: Any, head: OutputHead) -> BaseModelInfo:
+    """What the edge needs to know about the model."""
+    config = model.config.get_text_config()
+    generation = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    eos = config.eos_token_id if eos is None else eos
+    return BaseModelInfo(
+        vocab_size=min(head.vocab_size, int(model.get_input_embeddings().weight.shape[0])),
+        context_length=int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT),
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=int(config.num_hidden_layers),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        adapter_families=available_families(model),
+    )
