@@ -1,0 +1,208 @@
+"""A scripted engine and sampler that do real, tiny arithmetic: one weight per adapter.
+
+logprob_i = w * target_i; loss = -sum(weights_i * w * target_i); gradient = -sum(weights_i * target_i); w -= lr * gradient.
+`loss_config` may ask for trouble: `sleep` seconds, `raise` an unexpected error, `die` by SIGKILL. A sample draws
+(prompt[-1] + adapter weight + i) % 100; a prompt that starts with 666 kills the worker at its first step, 667 raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from engines.base import BaseEngine
+from engines.rollout import Generation, RolloutEngine
+from schemas.errors import InvalidRequest, NonFiniteGradient, NotFound, TinsmithError, Unavailable
+from schemas.operations import (
+    BaseModelInfo,
+    LoraSpec,
+    OptimStepParams,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SavedAdapter,
+    StepResult,
+    TrainBatch,
+    TrainResult,
+)
+from workers.build import Progress
+from workers.spec import WorkerSpec
+from workers.tinker import TinkerActorRolloutRefWorker
+
+INFO = BaseModelInfo(100, 64, "float32", 1, 1, (2,), frozenset({"attn", "mlp", "unembed"}))
+KILL_PROMPT, RAISE_PROMPT = 666, 667
+
+
+class ToyAdapter:
+    def __init__(self, lora: LoraSpec) -> None:
+        self.lora = lora
+        self.weight = float(lora.seed)
+        self.gradient = 0.0
+        self.stage: float | None = None
+        self.steps = 0
+
+
+class ToyEngine(BaseEngine):
+    def __init__(self, name: str = "toy") -> None:
+        self.name = name
+        self.adapters: dict[str, ToyAdapter] = {}
+
+    @classmethod
+    def check(cls) -> None:
+        return None
+
+    def load(self) -> BaseModelInfo:
+        if self.name == "broken":
+            raise Unavailable("base model 'broken' has no weights")
+        return INFO
+
+    def adapter(self, adapter_id: str) -> ToyAdapter:
+        if adapter_id not in self.adapters:
+            raise NotFound(f"there is no adapter {adapter_id!r}")
+        return self.adapters[adapter_id]
+
+    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+        if lora.rank < 1:
+            raise InvalidRequest(f"rank {lora.rank} is not positive", field="lora_config.rank")
+        self.adapters[adapter_id] = ToyAdapter(lora)
+        return 1
+
+    def remove_adapter(self, adapter_id: str) -> None:
+        self.adapters.pop(adapter_id, None)
+
+    def save_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool) -> SavedAdapter:
+        adapter = self.adapter(adapter_id)
+        folder.mkdir(parents=True)
+        text = json.dumps({"weight": adapter.weight, "rank": adapter.lora.rank, "steps": adapter.steps})
+        (folder / "toy.json").write_text(text)
+        return SavedAdapter(len(text), adapter.lora)
+
+    def load_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool, create: bool) -> SavedAdapter:
+        if not (folder / "toy.json").exists():
+            raise NotFound("the checkpoint does not exist")
+        content = json.loads((folder / "toy.json").read_text())
+        if create:
+            self.adapters[adapter_id] = ToyAdapter(LoraSpec(content["rank"], seed=0))
+        adapter = self.adapter(adapter_id)
+        adapter.weight, adapter.gradient = content["weight"], 0.0
+        return SavedAdapter(1, adapter.lora)
+
+    def _open_stage(self, adapter_id: str) -> None:
+        self.adapter(adapter_id).stage = 0.0
+
+    def _close_stage(self, adapter_id: str, *, keep: bool) -> None:
+        adapter = self.adapter(adapter_id)
+        assert adapter.stage is not None
+        adapter.gradient += adapter.stage if keep else 0.0
+        adapter.stage = None
+
+    def forward(self, batch: TrainBatch) -> TrainResult:
+        self._misbehave(batch)
+        weight = self.adapter(batch.adapter_id).weight
+        logprobs = tuple((weight * d.inputs["target_tokens"]).astype(np.float32) for d in batch.datums)
+        loss = sum(float(-(d.inputs["weights"] * p).sum()) for d, p in zip(batch.datums, logprobs, strict=True))
+        return TrainResult(logprobs, {"loss:sum": loss})
+
+    def forward_backward(self, batch: TrainBatch) -> TrainResult:
+        adapter = self.adapter(batch.adapter_id)
+        assert adapter.stage is not None, "forward_backward outside train_mode"
+        for datum in batch.datums:
+            adapter.stage += float(-(datum.inputs["weights"] * datum.inputs["target_tokens"]).sum())
+        return self.forward(batch)
+
+    def optimizer_step(
+        self, adapter_id: str, params: OptimStepParams | None = None, *, grad_clip_norm: float = 0.0
+    ) -> StepResult:
+        adapter = self.adapter(adapter_id)
+        gradient = adapter.gradient + (adapter.stage or 0.0)
+        self.optimizer_zero_grad(adapter_id)
+        if not np.isfinite(gradient):
+            raise NonFiniteGradient("the gradient is not finite")
+        lr = params.lr if params is not None and params.lr is not None else 1.0
+        adapter.weight -= lr * gradient
+        adapter.steps += 1
+        return StepResult({"grad_norm:mean": abs(gradient), "learning_rate:mean": lr})
+
+    def optimizer_zero_grad(self, adapter_id: str) -> None:
+        adapter = self.adapter(adapter_id)
+        adapter.gradient = 0.0
+        if adapter.stage is not None:
+            adapter.stage = 0.0
+
+    def _misbehave(self, batch: TrainBatch) -> None:
+        time.sleep(batch.loss_config.get("sleep", 0.0))
+        if batch.loss_config.get("raise"):
+            raise ValueError("secret detail /etc/passwd")
+        if batch.loss_config.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ToyGeneration(Generation):
+    def __init__(self, requests: Mapping[str, Sample], step_seconds: float) -> None:
+        self._requests = dict(requests)
+        self._done = dict.fromkeys(requests, 0)
+        self._step_seconds = step_seconds
+
+    def step(self, tokens: int) -> Mapping[str, SampleResult | TinsmithError]:
+        time.sleep(self._step_seconds)
+        ended: dict[str, SampleResult | TinsmithError] = {}
+        for request_id, sample in list(self._requests.items()):
+            if sample.prompt[0] == KILL_PROMPT:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if sample.prompt[0] == RAISE_PROMPT:
+                raise ValueError("a whole batch fails")
+            if sample.adapter_folder is not None and not Path(sample.adapter_folder).exists():
+                ended[request_id] = NotFound("the checkpoint of the sampler does not exist")
+            else:
+                self._done[request_id] += tokens
+                if self._done[request_id] < (sample.params.max_tokens or 16):
+                    continue
+                ended[request_id] = self._result(sample)
+            del self._requests[request_id]
+        return ended
+
+    def cancel(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    @property
+    def active(self) -> Sequence[str]:
+        return list(self._requests)
+
+    def _result(self, sample: Sample) -> SampleResult:
+        length = sample.params.max_tokens or 16
+        shift = 0.0
+        if sample.adapter_folder is not None:
+            shift = json.loads((Path(sample.adapter_folder) / "toy.json").read_text())["weight"]
+        first = int(sample.prompt[-1] + shift)
+        sequences = tuple(
+            SampledSequence(
+                ((first + row + np.arange(length)) % 100).astype(np.int32), np.zeros(length, np.float32), "length"
+            )
+            for row in range(sample.num_samples)
+        )
+        return SampleResult(sequences)
+
+
+class ToyRollout(RolloutEngine):
+    def __init__(self, step_seconds: float = 0.0) -> None:
+        self.step_seconds = step_seconds
+
+    def start(self, requests: Mapping[str, Sample]) -> Generation:
+        return ToyGeneration(requests, self.step_seconds)
+
+
+def build(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
+    """The builder for `WorkerSpec.builder`; the model names "broken", "slow" and "dies" misbehave at start."""
+    progress("loading the toy")
+    if spec.model == "slow":
+        time.sleep(60)
+    if spec.model == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine = ToyEngine(spec.model)
+    return TinkerActorRolloutRefWorker(engine, ToyRollout(), engine.load())

@@ -1,0 +1,110 @@
+"""One rank's process as the server sees it: start it, write to it, hear from it, learn of its end.
+
+Not responsible for what the messages mean (`workers/local.py`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import IO
+
+from workers.messages import PICKLE_PROTOCOL, Reply, Request, Start
+
+_REAP_SECONDS = 5.0
+"""How long a process may take to end after it closed its output, before it is killed."""
+
+
+class RankProcess:
+    """A child process with one reader thread.
+
+    `on_reply(self, reply)` and, once, `on_end(self, reason)` are called from the reader thread.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        env: Mapping[str, str],
+        on_reply: Callable[[RankProcess, Reply], None],
+        on_end: Callable[[RankProcess, str], None],
+    ) -> None:
+        self.rank = start.rank
+        self._on_reply = on_reply
+        self._on_end = on_end
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "workers.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(env),
+            # A group of its own, so that Ctrl-C in the server's terminal does not reach a child that is still starting.
+            process_group=0 if sys.platform != "win32" else None,
+        )
+        self._reader = threading.Thread(target=self._read, name=f"rank-{start.rank}", daemon=True)
+        self._reader.start()
+        self.send(start)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def send(self, request: Request) -> None:
+        """Write one message. Blocks while the pipe is full. To a dead process it does nothing: `on_end` tells of it."""
+        data = pickle.dumps(request, PICKLE_PROTOCOL)
+        with suppress(OSError):
+            self._stdin.write(data)
+            self._stdin.flush()
+
+    def kill(self) -> None:
+        """End the process at once; the reader thread reaps it."""
+        self._process.kill()
+
+    def wait_stopped(self, grace: float) -> None:
+        """Wait up to `grace` seconds for the process to end by itself (after `Stop`), then kill it. Blocking."""
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_REAP_SECONDS)
+        with suppress(OSError):
+            self._stdin.close()
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            while True:
+                try:
+                    reply = pickle.load(stdout)
+                except (EOFError, OSError, pickle.UnpicklingError):
+                    break
+                self._on_reply(self, reply)
+        try:
+            code = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        self._on_end(self, describe_exit(code))
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words; a negative one is a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if name == "SIGKILL":
+        return "killed (SIGKILL; often because the machine ran out of memory)"
+    return f"killed by {name}"
