@@ -121,11 +121,16 @@ def describe(folder: Path) -> ModelDescription:
     )
 
 
+def built_in_folder(data_dir: Path) -> Path:
+    """Where `prepare` puts the built-in model below a data folder, whether it is there yet or not."""
+    return data_dir / "base_models" / DEFAULT_MODEL.replace("/", "--")
+
+
 def _built_in(data_dir: Path) -> Path:
     from engines.gguf_conversion import converted
 
     try:
-        return converted(_package_gguf, data_dir / "base_models" / DEFAULT_MODEL.replace("/", "--"))
+        return converted(_package_gguf, built_in_folder(data_dir))
     except OSError as error:
         raise Unavailable(
             f"base model {DEFAULT_MODEL!r} could not be converted ({error.strerror or type(error).__name__})",
