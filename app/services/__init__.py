@@ -6,22 +6,27 @@ right order. Not responsible for HTTP (`app/routes`) or for reading settings (`a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from app.services.base_models import BaseModels
+from app.services.checkpoints import Checkpoints
+from app.services.futures import Futures
+from app.services.housekeeping import Housekeeping
+from app.services.operations import Operations
+from app.services.runs import Runs
+from app.services.sampling import Sampling
+from app.services.training import Training
+from app.services.weights import Weights
+from store.artifacts import Artifacts
+from store.bodies import Bodies
+from store.database import Store
 from workers.group import WorkerGroup
-
-if TYPE_CHECKING:
-    from app.services.base_models import BaseModels
-    from app.services.checkpoints import Checkpoints
-    from app.services.futures import Futures
-    from app.services.housekeeping import Housekeeping
-    from app.services.operations import Operations
-    from app.services.sampling import Sampling
-    from app.services.training import Training
-    from store.database import Store
+from workers.runtime import ModelRuntime
 
 GroupFactory = Callable[[str, str | None], WorkerGroup]
 """(served name, source) -> a group that is not started. source None = the built-in default model."""
@@ -49,6 +54,10 @@ class ServiceSettings(Protocol):
     @property
     def max_sample_rows(self) -> int: ...
     @property
+    def decode_slice(self) -> int: ...
+    @property
+    def restart_limit(self) -> int: ...
+    @property
     def gap_timeout(self) -> float: ...
     @property
     def poll_hold(self) -> float: ...
@@ -71,7 +80,9 @@ class Services:
     models: BaseModels
     operations: Operations
     futures: Futures
+    runs: Runs
     training: Training
+    weights: Weights
     sampling: Sampling
     checkpoints: Checkpoints
     housekeeping: Housekeeping
@@ -85,9 +96,100 @@ class Services:
     async def stop(self, grace: float) -> None:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
+        self.operations.stopping()
         self.futures.wake_all()
         await self.models.stop(grace)
 
     async def close_session(self, session_id: str) -> None:
-        """A session is finished or expired: free its adapters and cancel its samples (the caller updated its row)."""
-        await self.training.close_session(session_id)
+        """A session is over (the caller updated its row): close its runs, free its adapters, drop its samples."""
+        await self.runs.close_session(session_id)
+
+
+def utc_now() -> datetime:
+    """The time, aware UTC."""
+    return datetime.now(UTC)
+
+
+def build_services(
+    settings: ServiceSettings,
+    store: Store,
+    group_factory: GroupFactory,
+    *,
+    clock: Callable[[], datetime] = utc_now,
+    new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+    draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+) -> Services:
+    """Put the services together on an open store. Nothing runs before `Services.start`.
+
+    Args:
+        group_factory: makes the worker group of one base model.
+        clock: the time, aware UTC.
+        new_id: makes request ids of at least 128 random bits.
+        draw_seed: makes seeds, 0 to 2^63 - 1, for adapters whose client gave none.
+    """
+    bodies = Bodies(settings.data_dir)
+    artifacts = Artifacts(settings.data_dir)
+    futures = Futures(store, bodies)
+    operations = Operations(store, bodies, new_id=new_id, clock=clock, wake=futures.wake)
+
+    async def models_lost(model_ids: Sequence[str]) -> None:
+        await runs.mark_lost(model_ids)
+
+    def make_runtime(
+        name: str, source: str | None, on_models_lost: Callable[[Sequence[str]], Awaitable[None]]
+    ) -> ModelRuntime:
+        return ModelRuntime(
+            name,
+            group_factory(name, source),
+            gap_timeout=settings.gap_timeout,
+            max_adapters=settings.max_adapters,
+            max_sample_rows=settings.max_sample_rows,
+            decode_slice=settings.decode_slice,
+            restart_limit=settings.restart_limit,
+            on_models_lost=on_models_lost,
+        )
+
+    models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
+    runs = Runs(store, models, operations, clock)
+    checkpoints = Checkpoints(store, artifacts, clock)
+    training = Training(
+        store=store,
+        models=models,
+        operations=operations,
+        runs=runs,
+        max_rank=settings.max_rank,
+        draw_seed=draw_seed,
+        clock=clock,
+    )
+    weights = Weights(
+        store=store, models=models, operations=operations, runs=runs, checkpoints=checkpoints, clock=clock
+    )
+    sampling = Sampling(store=store, models=models, operations=operations, checkpoints=checkpoints, clock=clock)
+    housekeeping = Housekeeping(
+        store=store,
+        bodies=bodies,
+        artifacts=artifacts,
+        operations=operations,
+        futures=futures,
+        runs=runs,
+        sampling=sampling,
+        saved=checkpoints,
+        interval=settings.sweep_interval,
+        session_timeout=settings.session_timeout,
+        keep_delivered=settings.keep_delivered,
+        keep_undelivered=settings.keep_undelivered,
+        clock=clock,
+    )
+    return Services(
+        settings=settings,
+        store=store,
+        models=models,
+        operations=operations,
+        futures=futures,
+        runs=runs,
+        training=training,
+        weights=weights,
+        sampling=sampling,
+        checkpoints=checkpoints,
+        housekeeping=housekeeping,
+    )

@@ -1,0 +1,187 @@
+"""Checkpoints by name: finding them for their owner, recording new ones, removing them.
+
+Responsible for the way from `tinker://` paths to records and folders, within one project. Not responsible for the contents
+of a folder (engines) or its place on disk (`store/artifacts.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.services.operations import Rows
+from app.services.paths import CheckpointPath, parse_path
+from schemas.errors import AlreadyExists, EngineFailure, NotFound
+from schemas.operations import SavedAdapter
+from store import checkpoints
+from store.artifacts import Artifacts
+from store.database import Store
+from store.records import CheckpointKind, CheckpointRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    """A checkpoint that is about to be written. `name` None = ephemeral."""
+
+    checkpoint_id: str
+    folder: str
+    project_id: str
+    model_id: str
+    kind: CheckpointKind
+    name: str | None
+    base_model: str
+    user_metadata: Mapping[str, Any]
+    ttl_seconds: int | None
+    overwrite: bool
+
+
+class Checkpoints:
+    """Named and ephemeral checkpoints of all projects; every method is told whose."""
+
+    def __init__(self, store: Store, artifacts: Artifacts, clock: Callable[[], datetime]) -> None:
+        self._store = store
+        self._artifacts = artifacts
+        self._clock = clock
+        self._replaced: list[str] = []
+
+    async def resolve(self, project_id: str, path: str, *, field: str = "path") -> CheckpointRecord:
+        """The checkpoint of a tinker path.
+
+        Raises:
+            InvalidRequest: not a well-formed path.
+            NotFound: no such checkpoint in this project (or it has expired).
+        """
+        return await self.find(project_id, parse_path(path, field=field), field=field)
+
+    async def find(self, project_id: str, path: CheckpointPath, *, field: str = "path") -> CheckpointRecord:
+        """As `resolve`, for a parsed path."""
+        record = await self._store.read(lambda db: self.find_in(db, project_id, path))
+        if record is None:
+            raise NotFound(f"no checkpoint {str(path)!r}", field=field)
+        return record
+
+    async def find_in(self, db: AsyncSession, project_id: str, path: CheckpointPath) -> CheckpointRecord | None:
+        """The checkpoint if it exists and has not expired, inside a transaction."""
+        record = await checkpoints.find_checkpoint(db, project_id, path.model_id, path.kind, path.name)
+        if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
+            return None
+        return record
+
+    async def refuse_taken_name(self, db: AsyncSession, new: NewCheckpoint) -> None:
+        """Raise `AlreadyExists` if the name is in use and may not be replaced."""
+        if new.name is None or new.overwrite:
+            return
+        path = CheckpointPath(new.model_id, new.kind, new.name)
+        if await self.find_in(db, new.project_id, path) is not None:
+            raise AlreadyExists(
+                f"a checkpoint named {new.name!r} exists already",
+                field="path",
+                hint="choose another name"
+                + ("" if new.kind == "sampler" else ", or pass overwrite=true to replace it"),
+            )
+
+    def draw_folder(self) -> tuple[str, str]:
+        """A fresh (checkpoint id, folder name)."""
+        return self._artifacts.new_folder()
+
+    def folder_path(self, folder: str) -> str:
+        """The absolute path of a folder name, for workers."""
+        return str(self._artifacts.path(folder))
+
+    def record_rows(self, new: NewCheckpoint, saved: SavedAdapter, with_optimizer: bool) -> Rows:
+        """The rows that make a written folder a checkpoint.
+
+        Raises (inside the transaction): `AlreadyExists` if the name was taken meanwhile.
+        """
+        if saved.size_bytes <= 0:
+            raise EngineFailure("the checkpoint was written empty; nothing was recorded")
+        now = self._clock()
+        expires_at = None if new.ttl_seconds is None else now + timedelta(seconds=new.ttl_seconds)
+
+        async def rows(db: AsyncSession) -> None:
+            overwrite = new.overwrite
+            if new.name is not None and not overwrite:
+                # An expired checkpoint that is not swept yet no longer owns its name.
+                path = CheckpointPath(new.model_id, new.kind, new.name)
+                overwrite = await self.find_in(db, new.project_id, path) is None
+            _, replaced = await checkpoints.create_checkpoint(
+                db,
+                checkpoint_id=new.checkpoint_id,
+                project_id=new.project_id,
+                model_id=new.model_id,
+                kind=new.kind,
+                name=new.name,
+                folder=new.folder,
+                size_bytes=saved.size_bytes,
+                base_model=new.base_model,
+                lora=saved.lora,
+                has_optimizer=with_optimizer,
+                user_metadata=new.user_metadata,
+                expires_at=expires_at,
+                now=now,
+                overwrite=overwrite,
+            )
+            if replaced is not None:
+                self._replaced.append(replaced)
+
+        return rows
+
+    async def remove_folder(self, folder: str) -> None:
+        """Remove a folder that no record names (a failed save); absent folders are fine."""
+        await self._artifacts.delete(folder)
+
+    async def delete(self, project_id: str, path: CheckpointPath) -> None:
+        """Delete a checkpoint of this project. Raises `NotFound`."""
+        record = await self.find(project_id, path, field="checkpoint_id")
+        folder = await self._store.write(lambda db: checkpoints.delete_checkpoint(db, record.checkpoint_id))
+        if folder is not None:
+            await self.remove_folder(folder)
+
+    async def set_expiry(self, project_id: str, path: CheckpointPath, ttl_seconds: int | None) -> None:
+        """Let a checkpoint of this project expire `ttl_seconds` from now, or never. Raises `NotFound`."""
+        record = await self.find(project_id, path, field="checkpoint_id")
+        expires_at = None if ttl_seconds is None else self._clock() + timedelta(seconds=ttl_seconds)
+        await self._store.write(lambda db: checkpoints.set_checkpoint_expiry(db, record.checkpoint_id, expires_at))
+
+    async def list_all(self, project_id: str, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
+        """Named checkpoints of the project, newest first, and how many there are."""
+        return await self._store.read(
+            lambda db: checkpoints.list_checkpoints(db, project_id, limit=limit, offset=offset)
+        )
+
+    async def list_of_run(
+        self, project_id: str, model_id: str, limit: int, offset: int
+    ) -> tuple[list[CheckpointRecord], int]:
+        """As `list_all`, of one training run."""
+        return await self._store.read(
+            lambda db: checkpoints.list_checkpoints(db, project_id, model_id=model_id, limit=limit, offset=offset)
+        )
+
+    async def sweep_expired(self) -> None:
+        """Delete checkpoints past their time to live, and folders that were replaced by an overwrite."""
+        expired = await self._store.read(lambda db: checkpoints.expired_checkpoints(db, self._clock()))
+        for record in expired:
+            folder = await self._store.write(
+                lambda db, checkpoint_id=record.checkpoint_id: checkpoints.delete_checkpoint(db, checkpoint_id)
+            )
+            if folder is not None:
+                await self.remove_folder(folder)
+        replaced, self._replaced = self._replaced, []
+        for folder in replaced:
+            await self.remove_folder(folder)
+        if expired:
+            logger.info("%d checkpoints were past their time to live and are deleted", len(expired))
+
+
+def path_of(record: CheckpointRecord) -> CheckpointPath:
+    """The tinker path of a named checkpoint."""
+    if record.name is None:
+        raise ValueError("an ephemeral checkpoint has no path")
+    return CheckpointPath(record.model_id, record.kind, record.name)

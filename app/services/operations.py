@@ -1,0 +1,279 @@
+"""The life of an operation: accepted durably, run once, finished durably, its waiters woken.
+
+Responsible for exactly-once acceptance under a natural key and for writing results beside the operation. Not responsible
+for what an operation means (`training.py`, `sampling.py`), for its order (`workers/runtime.py`) or for delivery
+(`futures.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from schemas.errors import EngineFailure, InvalidRequest, TinsmithError, Unavailable
+from schemas.http.base import MAX_INT64
+from schemas.operations import Operation, OperationResult
+from store import operations as log
+from store.bodies import Bodies
+from store.database import Store
+from store.records import Body, NewOperation, OperationRecord
+from workers.runtime import ModelRuntime, QueueState, Ticket
+
+logger = logging.getLogger(__name__)
+
+Rows = Callable[[AsyncSession], Awaitable[None]]
+"""Row changes that belong into the same transaction as the operation's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The encoded result of an operation and the rows that become true with it."""
+
+    data: bytes
+    content_type: str
+    rows: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One request on its way into the log.
+
+    `digest` is of what the client sent, not of what the server drew (seeds, folders), so that a retry matches it.
+    `model_id` is None for samples. `guard` runs in the transaction, only if the operation is new: what it raises refuses
+    the request and leaves nothing behind.
+    """
+
+    project_id: str
+    kind: str
+    scope: str
+    seq_id: int | None
+    digest: str
+    body: bytes
+    runtime: ModelRuntime
+    model_id: str | None
+    guard: Rows
+    load: Callable[[bytes], Operation]
+    """Decodes the stored body; runs in a thread."""
+    finish: Callable[[OperationResult], Finished]
+    """Encodes the result; runs in a thread."""
+    creates: bool = False
+    """Whether this is request 0 of its model (`seq_id` then numbers the models of a session, not its requests)."""
+    failed: Rows | None = None
+    """Row changes that become true with a failure."""
+    cleanup: Callable[[], Awaitable[None]] | None = None
+    """Removes what a failed operation may have left on disk."""
+
+
+class Operations:
+    """Accepts operations and settles them.
+
+    Args:
+        new_id: makes request ids of at least 128 random bits.
+        clock: the time, aware UTC.
+        wake: called with a request id once its outcome is durable.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        bodies: Bodies,
+        *,
+        new_id: Callable[[], str],
+        clock: Callable[[], datetime],
+        wake: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._bodies = bodies
+        self._new_id = new_id
+        self._clock = clock
+        self._wake = wake
+        self._live: dict[str, tuple[ModelRuntime, str]] = {}
+        """Operations that a runtime has: request id -> (runtime, scope)."""
+        self._stopping = False
+        self._unsettled: dict[str, tuple[Submission, TinsmithError]] = {}
+
+    def stopping(self) -> None:
+        """The server is about to stop: samples that are not done stay in the log and run again after the restart."""
+        self._stopping = True
+
+    async def accept(self, submission: Submission) -> OperationRecord:
+        """Make the operation durable, then hand it to its runtime; a repeat returns what the first one made.
+
+        Goes on when the caller is cancelled: an operation that is in the log must reach its runtime.
+
+        Raises:
+            SeqIdConflict: the key was used with another body.
+            TinsmithError: whatever `guard` raises.
+        """
+        return await asyncio.shield(asyncio.create_task(self._accept(submission)))
+
+    async def _accept(self, submission: Submission) -> OperationRecord:
+        request_id = self._new_id()
+        body = await self._bodies.put(request_id, "request", submission.body)
+
+        async def append(db: AsyncSession) -> tuple[OperationRecord, bool]:
+            seq_id = submission.seq_id
+            if seq_id is None:
+                seq_id = await next_seq(db, submission.scope)
+            record, created = await log.append(
+                db,
+                NewOperation(
+                    request_id=request_id,
+                    project_id=submission.project_id,
+                    kind=submission.kind,
+                    scope=submission.scope,
+                    seq_id=seq_id,
+                    digest=submission.digest,
+                    body=body,
+                    created_at=self._clock(),
+                ),
+            )
+            if created:
+                await submission.guard(db)
+            return record, created
+
+        try:
+            record, created = await self._store.write(append)
+        except Exception:
+            await self._bodies.delete([body])
+            raise
+        if not created:
+            await self._bodies.delete([body])
+            return record
+        self.dispatch(record, submission)
+        return record
+
+    def dispatch(self, record: OperationRecord, submission: Submission) -> None:
+        """Hand a logged operation to its runtime (also used for unfinished samples of an earlier process)."""
+        self._live[record.request_id] = (submission.runtime, record.scope)
+
+        async def load() -> Operation:
+            data = await self._bodies.get(record.body)
+            return await asyncio.to_thread(submission.load, data)
+
+        async def done(outcome: OperationResult | TinsmithError) -> None:
+            await self._settle(record.request_id, submission, outcome)
+
+        seq_id = None
+        if submission.model_id is not None:
+            seq_id = 0 if submission.creates else record.seq_id
+        submission.runtime.submit(
+            Ticket(
+                request_id=record.request_id,
+                project_id=record.project_id,
+                model_id=submission.model_id,
+                seq_id=seq_id,
+                load=load,
+                done=done,
+            )
+        )
+
+    def queue_state(self, request_id: str) -> QueueState:
+        """Why a pending operation is not done yet, in words for its client."""
+        live = self._live.get(request_id)
+        return QueueState("active", None) if live is None else live[0].waiting(request_id)
+
+    def cancel_samples_of(self, session_id: str) -> None:
+        """Drop the unfinished samples of a session that is over."""
+        prefix = f"sampler:{session_id}:sample:"
+        for request_id, (runtime, scope) in list(self._live.items()):
+            if scope.startswith(prefix):
+                runtime.cancel(request_id)
+
+    async def refuse(self, project_id: str, runtime: ModelRuntime, model_id: str, scope: str, seq_id: int) -> None:
+        """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
+        now = self._clock()
+        await self._store.write(lambda db: log.record_refusal(db, project_id, scope, seq_id, now))
+        runtime.note_refused(model_id, seq_id)
+
+    async def fail_now(self, request_ids: list[str], error: TinsmithError) -> None:
+        """Fail logged operations that no runtime knows (left over from an earlier process)."""
+
+        async def rows(db: AsyncSession) -> None:
+            for request_id in request_ids:
+                await log.fail(db, request_id, error, self._clock())
+
+        await self._store.write(rows)
+        for request_id in request_ids:
+            self._wake(request_id)
+
+    async def retry_unsettled(self) -> None:
+        """Try again to write outcomes that the store could not take (disk full, for example)."""
+        for request_id, (submission, error) in list(self._unsettled.items()):
+            if await self._write_failure(request_id, submission, error):
+                self._unsettled.pop(request_id, None)
+                self._close(request_id)
+
+    async def _settle(self, request_id: str, submission: Submission, outcome: OperationResult | TinsmithError) -> None:
+        if self._stopping and submission.model_id is None and isinstance(outcome, Unavailable):
+            return
+        error = outcome if isinstance(outcome, TinsmithError) else await self._write_result(request_id, submission, outcome)
+        if error is not None and not await self._write_failure(request_id, submission, error):
+            self._unsettled[request_id] = (submission, error)
+            return
+        self._close(request_id)
+
+    def _close(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._wake(request_id)
+
+    async def _write_result(
+        self, request_id: str, submission: Submission, outcome: OperationResult
+    ) -> TinsmithError | None:
+        """Write a result; returns the error to record instead when that is not possible."""
+        stored: Body = b""
+        try:
+            finished = await asyncio.to_thread(submission.finish, outcome)
+            stored = await self._bodies.put(request_id, "result", finished.data)
+            await self._store.write(_finish_rows(request_id, finished, stored, self._clock()))
+        except TinsmithError as error:
+            await self._bodies.delete([stored])
+            return error
+        except Exception:
+            logger.exception("the result of %s (%s) could not be written", request_id, submission.kind)
+            await self._bodies.delete([stored])
+            return EngineFailure("the result could not be stored; see the server's log", hint=f"request {request_id}")
+        return None
+
+    async def _write_failure(self, request_id: str, submission: Submission, error: TinsmithError) -> bool:
+        """Write a failure; False if the store cannot take it now."""
+
+        async def rows(db: AsyncSession) -> None:
+            if submission.failed is not None:
+                await submission.failed(db)
+            await log.fail(db, request_id, error, self._clock())
+
+        try:
+            if submission.cleanup is not None:
+                await submission.cleanup()
+            await self._store.write(rows)
+        except Exception:
+            logger.exception("the failure of %s (%s) could not be written", request_id, submission.kind)
+            return False
+        return True
+
+
+def _finish_rows(request_id: str, finished: Finished, stored: Body, now: datetime) -> Rows:
+    async def rows(db: AsyncSession) -> None:
+        if finished.rows is not None:
+            await finished.rows(db)
+        if not await log.finish(db, request_id, stored, finished.content_type, now):
+            raise EngineFailure("this request was settled before")
+
+    return rows
+
+
+async def next_seq(db: AsyncSession, scope: str) -> int:
+    """The number after the highest one used in `scope`, for clients that do not number their requests.
+
+    Raises `InvalidRequest` if the client itself used up the last number there is.
+    """
+    highest = await log.highest_seq(db, scope)
+    if highest is not None and highest >= MAX_INT64:
+        raise InvalidRequest("no seq_id is left in this model: the largest one was used", field="seq_id")
+    return 1 if highest is None else highest + 1

@@ -1,0 +1,181 @@
+"""Training runs: whose they are, and whether they can take work.
+
+Responsible for the look-up that every request about a model begins with. Not responsible for the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.services.base_models import BaseModels
+from app.services.operations import Operations, Rows
+from app.services.paths import session_of
+from schemas.errors import Gone, ModelLost, NotFound
+from store import checkpoints, runs, samplers, sessions
+from store.database import Store
+from store.records import CheckpointKind, CheckpointRecord, RunRecord
+from workers.runtime import ModelRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRun:
+    """A run with its newest named checkpoints."""
+
+    run: RunRecord
+    training: CheckpointRecord | None
+    sampler: CheckpointRecord | None
+
+
+class Runs:
+    """Training runs of all projects; every method is told whose."""
+
+    def __init__(
+        self, store: Store, models: BaseModels, operations: Operations, clock: Callable[[], datetime]
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._operations = operations
+        self._clock = clock
+
+    async def owned(self, project_id: str, model_id: str, *, field: str = "model_id") -> RunRecord:
+        """The run, whatever its state. Raises `NotFound` if this project has no such run."""
+        run = await self._store.read(lambda db: runs.get_run(db, project_id, model_id))
+        if run is None or run.state == "failed":
+            raise NotFound(f"no model {model_id[:200]!r}", field=field)
+        return run
+
+    def runtime(self, run: RunRecord) -> ModelRuntime:
+        """The runtime that holds the run. Raises `ModelLost` if its base model is not served any more."""
+        runtime = self._models.runtimes.get(run.base_model)
+        if runtime is None:
+            raise lost(run.model_id)
+        return runtime
+
+    def guard(self, project_id: str, model_id: str) -> Rows:
+        """What must hold, in the accepting transaction, for a run to take new work; also notes the time.
+
+        Raises (inside the transaction): `ModelLost`, `Gone`, `NotFound`.
+        """
+
+        async def check(db: AsyncSession) -> None:
+            run = await runs.get_run(db, project_id, model_id)
+            if run is None or run.state == "failed":
+                raise NotFound(f"no model {model_id[:200]!r}", field="model_id")
+            if run.state == "lost":
+                raise lost(model_id)
+            if run.state == "closed":
+                raise session_ended(run.session_id)
+            await runs.touch_run(db, model_id, self._clock())
+
+        return check
+
+    async def note_refusal(self, project_id: str, model_id: str, seq_id: int) -> None:
+        """A refused request used up this number of this model; models of other projects are left alone."""
+        run = await self._store.read(lambda db: runs.get_run(db, project_id, model_id))
+        if run is None or run.state not in ("creating", "ready"):
+            return
+        runtime = self._models.runtimes.get(run.base_model)
+        if runtime is not None:
+            await self._operations.refuse(project_id, runtime, model_id, f"model:{model_id}", seq_id)
+
+    async def page(self, project_id: str, limit: int, offset: int) -> tuple[list[ListedRun], int]:
+        """Runs of the project, newest first, and how many there are."""
+
+        async def read(db: AsyncSession) -> tuple[list[ListedRun], int]:
+            page, total = await runs.list_runs(db, project_id, limit, offset)
+            return await _with_checkpoints(db, project_id, page), total
+
+        return await self._store.read(read)
+
+    async def single(self, project_id: str, model_id: str) -> ListedRun:
+        """One run as `page` shows it. Raises `NotFound`."""
+        run = await self.owned(project_id, model_id, field="training_run_id")
+        return (await self._store.read(lambda db: _with_checkpoints(db, project_id, [run])))[0]
+
+    async def mark_lost(self, model_ids: Sequence[str]) -> None:
+        """The live state of these runs is gone."""
+
+        async def rows(db: AsyncSession) -> None:
+            for model_id in model_ids:
+                await runs.set_run_state(db, model_id, "lost")
+
+        await self._store.write(rows)
+
+    async def close_session(self, session_id: str) -> None:
+        """Close the runs of a session that is over, free their adapters, drop its samples and ephemeral weights."""
+        closed = await self._store.write(lambda db: _close_rows(db, session_id, self._clock()))
+        for run in closed:
+            runtime = self._models.runtimes.get(run.base_model)
+            if runtime is not None:
+                runtime.close_model(run.model_id)
+        self._operations.cancel_samples_of(session_id)
+
+
+async def _close_rows(db: AsyncSession, session_id: str, now: datetime) -> list[RunRecord]:
+    found = await runs.runs_of_session(db, session_id)
+    for run in found:
+        await runs.set_run_state(db, run.model_id, "closed")
+    for sampler in await samplers.samplers_of_session(db, session_id):
+        if sampler.checkpoint_id is None:
+            continue
+        checkpoint = await checkpoints.get_checkpoint(db, sampler.project_id, sampler.checkpoint_id)
+        if checkpoint is not None and checkpoint.name is None:
+            await checkpoints.set_checkpoint_expiry(db, checkpoint.checkpoint_id, now)
+    return found
+
+
+async def _with_checkpoints(db: AsyncSession, project_id: str, page: Sequence[RunRecord]) -> list[ListedRun]:
+    latest = await checkpoints.latest_checkpoints(db, project_id, [run.model_id for run in page])
+
+    def newest(run: RunRecord, kind: CheckpointKind) -> CheckpointRecord | None:
+        return latest.get((run.model_id, kind))
+
+    return [ListedRun(run, newest(run, "training"), newest(run, "sampler")) for run in page]
+
+
+async def require_active(db: AsyncSession, project_id: str, session_id: str) -> None:
+    """Raise `NotFound` or `Gone` unless the project's session can take new work."""
+    session = await sessions.get_session(db, project_id, session_id)
+    if session is None:
+        raise NotFound(f"no session {session_id[:200]!r}", field="session_id")
+    if session.state != "active":
+        raise session_ended(session_id)
+
+
+def lost(model_id: str) -> ModelLost:
+    """The error of work for a run whose live state is gone."""
+    return ModelLost(
+        f"the live weights of {model_id!r} were lost: its worker process ended",
+        field="model_id",
+        hint="create a new training client from the last saved state",
+    )
+
+
+def session_ended(session_id: str) -> Gone:
+    """The error of new work in a session that is over."""
+    return Gone(
+        f"session {session_id!r} is over; it takes no new work",
+        field="session_id",
+        hint="create a new session",
+        code="session_ended",
+    )
+
+
+def model_scope(model_id: str) -> str:
+    """The scope of a model's requests in the operation log."""
+    return f"model:{model_id}"
+
+
+def sampler_scope(sampler_id: str) -> str:
+    """The scope of a sampler's requests in the operation log."""
+    return f"sampler:{sampler_id}"
+
+
+def session_of_scope(scope: str) -> str:
+    """The session that a scope of the operation log belongs to."""
+    kind, _, rest = scope.partition(":")
+    return rest.rpartition(":")[0] if kind == "session" else session_of(rest)

@@ -1,0 +1,206 @@
+"""What the sampling requests mean: sampling sessions and samples.
+
+Responsible for finding the weights of a sampler and for turning samples into operations. Not responsible for drawing
+tokens (engines) or for batching (`workers/runtime.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.codec.operations import decode_operation, encode_operation
+from app.codec.samples import sample_of
+from app.services.base_models import BaseModels
+from app.services.checkpoints import Checkpoints
+from app.services.limits import check_sample
+from app.services.operations import Operations, Rows, Submission
+from app.services.paths import sampler_id_of
+from app.services.runs import require_active, sampler_scope
+from app.services.training import encoded_result, request_digest, with_folder
+from schemas.errors import InvalidRequest, NotFound, TinsmithError
+from schemas.operations import Operation, Sample
+from schemas.requests import CreateSamplingSessionRequest, SampleRequest
+from store import checkpoints, samplers
+from store.database import Store
+from store.records import OperationRecord, SamplerRecord
+
+KIND = "sample"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerView:
+    """A sampler as its owner sees it. `model_path` None = the base model, or weights without a name."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None
+
+
+class Sampling:
+    """Accepts sampling requests. `clock` is the time, aware UTC."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        models: BaseModels,
+        operations: Operations,
+        checkpoints: Checkpoints,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._operations = operations
+        self._checkpoints = checkpoints
+        self._clock = clock
+
+    async def create_session(self, project_id: str, request: CreateSamplingSessionRequest) -> str:
+        """Open a sampling session on a base model or a checkpoint; the same request again gives the same id.
+
+        Raises: `NotFound` (session, checkpoint), `Gone`, `InvalidRequest` (base model), `SeqIdConflict`.
+        """
+        await self._store.read(lambda db: require_active(db, project_id, request.session_id))
+        checkpoint_id, base_model = await self._weights(project_id, request)
+        self._models.runtime(base_model)
+        sampler_id = sampler_id_of(request.session_id, request.sampling_session_seq_id)
+
+        async def rows(db: AsyncSession) -> SamplerRecord:
+            await require_active(db, project_id, request.session_id)
+            return await samplers.create_sampler(
+                db,
+                sampler_id=sampler_id,
+                project_id=project_id,
+                session_id=request.session_id,
+                seq_id=request.sampling_session_seq_id,
+                base_model=base_model,
+                model_path=request.model_path,
+                checkpoint_id=checkpoint_id,
+                now=self._clock(),
+            )
+
+        return (await self._store.write(rows)).sampler_id
+
+    async def _weights(self, project_id: str, request: CreateSamplingSessionRequest) -> tuple[str | None, str]:
+        if request.model_path is None:
+            return None, request.base_model or ""
+        checkpoint = await self._checkpoints.resolve(project_id, request.model_path, field="model_path")
+        wanted = request.base_model
+        if wanted is not None and not self._models.same_source(wanted, checkpoint.base_model):
+            raise InvalidRequest(
+                f"base_model {wanted[:200]!r} is not that of the checkpoint, {checkpoint.base_model!r}",
+                field="base_model",
+            )
+        return checkpoint.checkpoint_id, wanted or checkpoint.base_model
+
+    async def sampler(self, project_id: str, sampler_id: str) -> SamplerView:
+        """A sampler of this project. Raises `NotFound`."""
+        record = await self._sampler(project_id, sampler_id, field="sampler_id")
+        return SamplerView(record.sampler_id, record.base_model, record.model_path)
+
+    async def sample(self, project_id: str, request: SampleRequest) -> OperationRecord:
+        """Accept one sample request.
+
+        Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
+        """
+        sampler = await self._sampler(project_id, request.sampling_session_id, field="sampling_session_id")
+        runtime = self._models.runtime(sampler.base_model)
+        sample = await asyncio.to_thread(sample_of, request)
+        check_sample(sample, runtime.info)
+        folder = await self._store.read(lambda db: self._folder(db, sampler))
+
+        async def guard(db: AsyncSession) -> None:
+            await require_active(db, project_id, sampler.session_id)
+
+        return await self._operations.accept(
+            self._submission(
+                project_id=project_id,
+                sampler=sampler,
+                seq_id=request.seq_id,
+                digest=request_digest(KIND, request),
+                body=encode_operation(_in_folder(sample, folder)),
+                guard=guard,
+            )
+        )
+
+    async def resubmit(self, record: OperationRecord) -> None:
+        """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing."""
+        sampler_id = record.scope.partition(":")[2]
+        try:
+            sampler = await self._sampler(record.project_id, sampler_id, field="sampling_session_id")
+            self._models.runtime(sampler.base_model)
+        except TinsmithError as error:
+            await self._operations.fail_now([record.request_id], error)
+            return
+
+        async def nothing(db: AsyncSession) -> None:
+            """The operation is in the log already."""
+
+        submission = self._submission(
+            project_id=record.project_id,
+            sampler=sampler,
+            seq_id=record.seq_id,
+            digest=record.digest,
+            body=b"",
+            guard=nothing,
+        )
+        self._operations.dispatch(record, submission)
+
+    def _submission(
+        self,
+        *,
+        project_id: str,
+        sampler: SamplerRecord,
+        seq_id: int | None,
+        digest: str,
+        body: bytes,
+        guard: Rows,
+    ) -> Submission:
+        return Submission(
+            project_id=project_id,
+            kind=KIND,
+            scope=sampler_scope(sampler.sampler_id),
+            seq_id=seq_id,
+            digest=digest,
+            body=body,
+            runtime=self._models.runtime(sampler.base_model),
+            model_id=None,
+            guard=guard,
+            load=self._load,
+            finish=encoded_result,
+        )
+
+    async def _sampler(self, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
+        record = await self._store.read(lambda db: samplers.get_sampler(db, project_id, sampler_id))
+        if record is None:
+            raise NotFound(f"no sampling session {sampler_id[:200]!r}", field=field)
+        return record
+
+    async def _folder(self, db: AsyncSession, sampler: SamplerRecord) -> str | None:
+        """The folder name of a sampler's weights; None for the base model."""
+        if sampler.checkpoint_id is None:
+            return None
+        checkpoint = await checkpoints.get_checkpoint(db, sampler.project_id, sampler.checkpoint_id)
+        if checkpoint is None or (checkpoint.expires_at is not None and checkpoint.expires_at <= self._clock()):
+            raise NotFound(
+                f"the weights of sampling session {sampler.sampler_id!r} were deleted or have expired",
+                field="sampling_session_id",
+                code="weights_deleted",
+            )
+        return checkpoint.folder
+
+    def _load(self, body: bytes) -> Operation:
+        return with_folder(decode_operation(body), self._checkpoints.folder_path)
+
+
+def _in_folder(sample: Sample, folder: str | None) -> Sample:
+    return replace(sample, adapter_folder=folder)
+
+
+def sequence_ids(record: OperationRecord, num_samples: int) -> list[str]:
+    """One id per sample of a request, the same for every repeat of it."""
+    return [f"{record.scope.partition(':')[2]}:{record.seq_id}:{index}" for index in range(num_samples)]

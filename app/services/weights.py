@@ -1,0 +1,281 @@
+"""What saving and loading mean: checkpoints of a run, runs from a checkpoint, weights for sampling.
+
+Responsible for the requests `save_weights`, `load_weights` and `save_weights_for_sampler`. Not responsible for checkpoint
+rows (`checkpoints.py`), for the log (`operations.py`) or for what is in a folder (engines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.codec.operations import decode_operation, encode_operation
+from app.services.base_models import BaseModels
+from app.services.checkpoints import Checkpoints, NewCheckpoint
+from app.services.operations import Finished, Operations, Submission
+from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
+from app.services.runs import Runs, model_scope, require_active
+from app.services.training import creation_scope, json_result, request_digest, with_folder
+from schemas.errors import EngineFailure, InvalidRequest
+from schemas.http.base import RequestModel
+from schemas.operations import LoadWeights, Operation, OperationResult, SavedAdapter, SaveWeights
+from schemas.requests import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
+from schemas.responses import LoadWeightsResult, SaveWeightsForSamplerResult, SaveWeightsResult
+from store import runs as run_rows
+from store import samplers
+from store.database import Store
+from store.keys import authenticate
+from store.records import CheckpointRecord, OperationRecord, RunRecord
+
+
+class Weights:
+    """Accepts the requests that save and load weights. `clock` is the time, aware UTC."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        models: BaseModels,
+        operations: Operations,
+        runs: Runs,
+        checkpoints: Checkpoints,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._store = store
+        self._models = models
+        self._operations = operations
+        self._runs = runs
+        self._checkpoints = checkpoints
+        self._clock = clock
+
+    # -- saving --------------------------------------------------------------------------------------------------
+    async def save(self, project_id: str, request: SaveWeightsRequest) -> OperationRecord:
+        """Accept the saving of a training checkpoint.
+
+        Raises: `NotFound`, `ModelLost`, `Gone`, `AlreadyExists`, `SeqIdConflict`.
+        """
+        run = await self._runs.owned(project_id, request.model_id)
+        new = self._new(run, "training", request.path, request)
+        path = CheckpointPath(run.model_id, "training", request.path)
+
+        def finish(outcome: OperationResult) -> Finished:
+            rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=True)
+            return json_result(SaveWeightsResult(path=str(path)), rows)
+
+        return await self._accept_save(project_id, "save_weights", run, request, request.seq_id, new, finish)
+
+    async def save_for_sampler(self, project_id: str, request: SaveWeightsForSamplerRequest) -> OperationRecord:
+        """Accept the saving of weights for sampling, named or ephemeral; `inflight` is served as a snapshot.
+
+        Raises: as `save`.
+        """
+        run = await self._runs.owned(project_id, request.model_id)
+        new = self._new(run, "sampler", request.path, request)
+
+        def finish_named(outcome: OperationResult) -> Finished:
+            rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
+            path = CheckpointPath(run.model_id, "sampler", new.name or "")
+            return json_result(SaveWeightsForSamplerResult(path=str(path)), rows)
+
+        def finish_ephemeral(outcome: OperationResult) -> Finished:
+            record = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
+            seq_id = request.sampling_session_seq_id or 0
+            sampler_id = sampler_id_of(run.session_id, seq_id)
+
+            async def rows(db: AsyncSession) -> None:
+                await record(db)
+                await samplers.create_sampler(
+                    db,
+                    sampler_id=sampler_id,
+                    project_id=project_id,
+                    session_id=run.session_id,
+                    seq_id=seq_id,
+                    base_model=run.base_model,
+                    model_path=None,
+                    checkpoint_id=new.checkpoint_id,
+                    now=self._clock(),
+                )
+
+            return json_result(SaveWeightsForSamplerResult(sampling_session_id=sampler_id), rows)
+
+        finish = finish_ephemeral if request.path is None else finish_named
+        return await self._accept_save(
+            project_id, "save_weights_for_sampler", run, request, request.seq_id, new, finish
+        )
+
+    def _new(
+        self,
+        run: RunRecord,
+        kind: str,
+        name: str | None,
+        request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+    ) -> NewCheckpoint:
+        checkpoint_id, folder = self._checkpoints.draw_folder()
+        return NewCheckpoint(
+            checkpoint_id=checkpoint_id,
+            folder=folder,
+            project_id=run.project_id,
+            model_id=run.model_id,
+            kind="training" if kind == "training" else "sampler",
+            name=name,
+            base_model=run.base_model,
+            user_metadata=request.user_metadata or {},
+            ttl_seconds=request.ttl_seconds,
+            overwrite=getattr(request, "overwrite", False),
+        )
+
+    async def _accept_save(
+        self,
+        project_id: str,
+        kind: str,
+        run: RunRecord,
+        request: RequestModel,
+        seq_id: int | None,
+        new: NewCheckpoint,
+        finish: Callable[[OperationResult], Finished],
+    ) -> OperationRecord:
+        run_guard = self._runs.guard(project_id, run.model_id)
+
+        async def guard(db: AsyncSession) -> None:
+            await run_guard(db)
+            await self._checkpoints.refuse_taken_name(db, new)
+
+        return await self._operations.accept(
+            Submission(
+                project_id=project_id,
+                kind=kind,
+                scope=model_scope(run.model_id),
+                seq_id=seq_id,
+                digest=request_digest(kind, request),
+                body=encode_operation(SaveWeights(folder=new.folder, with_optimizer=new.kind == "training")),
+                runtime=self._runs.runtime(run),
+                model_id=run.model_id,
+                guard=guard,
+                load=self._load,
+                finish=finish,
+                cleanup=lambda: self._checkpoints.remove_folder(new.folder),
+            )
+        )
+
+    # -- loading -------------------------------------------------------------------------------------------------
+    async def load(self, project_id: str, request: LoadWeightsRequest) -> tuple[OperationRecord, str]:
+        """Accept a load into the live model, or one that creates a model; returns the operation and the model id.
+
+        Raises: `NotFound`, `ModelLost`, `Gone`, `InvalidRequest`, `SeqIdConflict`.
+        """
+        if request.model_id is not None:
+            return await self._load_into(project_id, request, request.model_id), request.model_id
+        return await self._load_new(project_id, request)
+
+    async def _load_into(self, project_id: str, request: LoadWeightsRequest, model_id: str) -> OperationRecord:
+        run = await self._runs.owned(project_id, model_id)
+        checkpoint = await self._loadable(project_id, request)
+        if not self._models.same_source(checkpoint.base_model, run.base_model):
+            raise InvalidRequest(
+                f"path: the checkpoint is of base model {checkpoint.base_model!r}, the model of {run.base_model!r}",
+                field="path",
+            )
+        return await self._operations.accept(
+            Submission(
+                project_id=project_id,
+                kind="load_weights",
+                scope=model_scope(model_id),
+                seq_id=request.seq_id,
+                digest=request_digest("load_weights", request),
+                body=encode_operation(LoadWeights(checkpoint.folder, request.optimizer, create=False)),
+                runtime=self._runs.runtime(run),
+                model_id=model_id,
+                guard=self._runs.guard(project_id, model_id),
+                load=self._load,
+                finish=lambda _: json_result(LoadWeightsResult(path=request.path, model_id=model_id)),
+            )
+        )
+
+    async def _load_new(self, project_id: str, request: LoadWeightsRequest) -> tuple[OperationRecord, str]:
+        session_id, model_seq_id = request.session_id or "", request.model_seq_id or 0
+        await self._store.read(lambda db: require_active(db, project_id, session_id))
+        checkpoint = await self._loadable(project_id, request)
+        base_model = request.base_model or checkpoint.base_model
+        if not self._models.same_source(checkpoint.base_model, base_model):
+            raise InvalidRequest(
+                f"base_model {base_model!r} is not that of the checkpoint, {checkpoint.base_model!r}",
+                field="base_model",
+            )
+        runtime = self._models.runtime(base_model)
+        model_id = model_id_of(session_id, model_seq_id)
+
+        async def guard(db: AsyncSession) -> None:
+            await require_active(db, project_id, session_id)
+            await run_rows.create_run(
+                db,
+                model_id=model_id,
+                project_id=project_id,
+                session_id=session_id,
+                model_seq_id=model_seq_id,
+                base_model=base_model,
+                lora=checkpoint.lora,
+                user_metadata=request.user_metadata or {},
+                optimizer_type="adamw",
+                now=self._clock(),
+            )
+
+        async def failed(db: AsyncSession) -> None:
+            await run_rows.set_run_state(db, model_id, "failed")
+
+        def finish(outcome: OperationResult) -> Finished:
+            lora = _saved(outcome).lora
+
+            async def rows(db: AsyncSession) -> None:
+                await run_rows.set_run_lora(db, model_id, lora)
+                await run_rows.set_run_state(db, model_id, "ready")
+
+            return json_result(LoadWeightsResult(path=request.path, model_id=model_id), rows)
+
+        record = await self._operations.accept(
+            Submission(
+                project_id=project_id,
+                kind="load_weights",
+                scope=creation_scope(session_id),
+                seq_id=model_seq_id,
+                digest=request_digest("load_weights", request),
+                body=encode_operation(LoadWeights(checkpoint.folder, request.optimizer, create=True)),
+                runtime=runtime,
+                model_id=model_id,
+                creates=True,
+                guard=guard,
+                load=self._load,
+                finish=finish,
+                failed=failed,
+            )
+        )
+        return record, model_id
+
+    async def _loadable(self, project_id: str, request: LoadWeightsRequest) -> CheckpointRecord:
+        """The checkpoint to load. Raises `InvalidRequest` if the optimizer is asked of one that cannot have any."""
+        owner = project_id
+        if request.weights_access_token is not None:
+            token = request.weights_access_token
+            key = await self._store.read(lambda db: authenticate(db, token))
+            if key is None:
+                raise InvalidRequest("weights_access_token is not a valid API key", field="weights_access_token")
+            owner = key.project_id
+        checkpoint = await self._checkpoints.resolve(owner, request.path, field="path")
+        if request.optimizer and not checkpoint.has_optimizer:
+            raise InvalidRequest(
+                f"optimizer: {request.path!r} is a {checkpoint.kind} checkpoint without optimizer state",
+                field="optimizer",
+                hint="load it with optimizer=false, or load a training checkpoint (tinker://.../weights/...)",
+                code="no_optimizer_state",
+            )
+        return checkpoint
+
+    def _load(self, body: bytes) -> Operation:
+        return with_folder(decode_operation(body), self._checkpoints.folder_path)
+
+
+def _saved(outcome: OperationResult) -> SavedAdapter:
+    if not isinstance(outcome, SavedAdapter):
+        raise EngineFailure("the worker did not report what it saved")
+    return outcome
