@@ -1,8 +1,8 @@
 """Who is asking: an API key becomes a `Principal`, or the request ends with 401 before its body is read.
 
-Deny by default: the middleware stands in front of the whole application, unknown paths included; only
-`PUBLIC_PATHS` pass without a key. Not responsible for storing keys (`store/keys.py`) or for who owns which object (the
-services look everything up by project).
+Deny by default: the middleware stands in front of the whole application, unknown paths included; only `PUBLIC_PATHS`
+and `PUBLIC_PREFIX` pass without a key. Not responsible for storing keys (`store/keys.py`) or for who owns which object
+(the services look everything up by project).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from store.keys import authenticate
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/api/v1/readyz", "/docs", "/openapi.json"})
 """What needs no key. Everything else does, whether a route exists there or not."""
+
+PUBLIC_PREFIX = "/api/v1/files/"
+"""Exported files: their addresses carry a signature that expires instead of a key."""
 
 MAX_KEY_LENGTH = 512
 CACHE_SECONDS = 2.0
@@ -79,7 +82,7 @@ class AuthMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in PUBLIC_PATHS:
+        if scope["type"] == "http" and not is_public(scope["path"]):
             authenticator: Authenticator | None = getattr(scope["app"].state, "authenticator", None)
             if authenticator is None:
                 raise Unavailable("the server is starting", hint="try again in a moment")
@@ -89,6 +92,11 @@ class AuthMiddleware:
                 raise unauthenticated()
             scope["state"]["principal"] = principal
         await self._app(scope, receive, send)
+
+
+def is_public(path: str) -> bool:
+    """Whether `path` needs no key."""
+    return path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX)
 
 
 def presented_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:

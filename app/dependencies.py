@@ -10,7 +10,9 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 
 from app.auth import Principal, unauthenticated
+from app.lifecycle import Lifecycle
 from app.presence import Presence
+from app.readiness import Readiness
 from app.services import Services
 from app.settings import Settings
 from store.database import Store
@@ -39,8 +41,18 @@ def _presence(request: Request) -> Presence:
     return cast(Presence, request.app.state.presence)
 
 
+def _readiness(request: Request) -> Readiness:
+    return cast(Readiness, request.app.state.readiness)
+
+
+def _lifecycle(request: Request) -> Lifecycle:
+    return cast(Lifecycle, request.app.state.lifecycle)
+
+
 PrincipalDep = Annotated[Principal, Depends(_principal)]
 ServicesDep = Annotated[Services, Depends(_services)]
 SettingsDep = Annotated[Settings, Depends(_settings)]
 StoreDep = Annotated[Store, Depends(_store)]
 PresenceDep = Annotated[Presence, Depends(_presence)]
+ReadinessDep = Annotated[Readiness, Depends(_readiness)]
+LifecycleDep = Annotated[Lifecycle, Depends(_lifecycle)]

@@ -29,7 +29,7 @@ from pydantic_settings import (
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENV_PREFIX = "TINSMITH_"
-OTHER_ENV = frozenset({"TINSMITH_CONFIG", "TINSMITH_URL", "TINSMITH_API_KEY"})
+OTHER_ENV = frozenset({"TINSMITH_CONFIG", "TINSMITH_URL", "TINSMITH_KEY"})
 """Variables with our prefix that are not settings of the server: the config file, and what `tinsmith demo` reads."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9._-]+)?")

@@ -1,0 +1,30 @@
+"""The worker groups of a normal server: child processes on this machine, made as the settings say.
+
+Not responsible for starting them (`workers/runtime.py`). The workers import torch in their own processes, not here.
+"""
+
+from __future__ import annotations
+
+from app.services import GroupFactory
+from app.settings import Settings
+from workers.group import WorkerGroup
+from workers.local import LocalWorkerGroup
+from workers.spec import WorkerSpec
+
+
+def local_groups(settings: Settings) -> GroupFactory:
+    """A factory of groups that are not started yet, one for each base model."""
+
+    def make(name: str, source: str | None) -> WorkerGroup:
+        spec = WorkerSpec(
+            model=name,
+            source=source,
+            data_dir=str(settings.data_dir),
+            engine=settings.engine,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+        )
+        return LocalWorkerGroup(spec, start_timeout=settings.worker_start_timeout)
+
+    return make

@@ -1,0 +1,96 @@
+"""Puts the HTTP application together: routes, middleware, and what lives as long as it does. No logic of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.metadata import version
+
+from fastapi import APIRouter, FastAPI
+
+from app import errors, openapi
+from app.auth import Authenticator, AuthMiddleware
+from app.groups import local_groups
+from app.lifecycle import Lifecycle
+from app.middleware import BodyLimit, DrainGate, HostCheck, RequestContext
+from app.presence import Presence
+from app.readiness import Readiness
+from app.routes import (
+    capabilities,
+    client,
+    health,
+    sessions,
+    telemetry,
+)
+from app.services import GroupFactory, build_services
+from app.settings import Settings
+from store.database import Store
+from store.dev_key import ensure_dev_key
+
+API = "/api/v1"
+RESOURCES: tuple[APIRouter, ...] = (
+    client.router,
+    sessions.router,
+    telemetry.router,
+    capabilities.router,
+)
+
+
+def create_app(settings: Settings, *, group_factory: GroupFactory | None = None) -> FastAPI:
+    """The application. Everything that opens files or starts workers happens in its lifespan, not here.
+
+    Args:
+        group_factory: makes the worker group of a base model; default: child processes as the settings say.
+    """
+    lifecycle = Lifecycle(settings.shutdown_grace)
+    app = FastAPI(
+        title="Tinsmith",
+        summary="A self-hosted fine-tuning API that speaks Tinker's protocol.",
+        version=version("tinsmith"),
+        lifespan=_lifespan(settings, lifecycle, group_factory or local_groups(settings)),
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
+    app.state.settings = settings
+    app.state.lifecycle = lifecycle
+    errors.install(app)
+    openapi.install(app)
+    for router in RESOURCES:
+        app.include_router(router, prefix=API, responses=openapi.ERRORS, dependencies=[openapi.KEY])
+    app.include_router(health.router, prefix=API)
+    app.include_router(health.router, include_in_schema=False)
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(AuthMiddleware)
+    app.add_middleware(DrainGate, draining=lambda: lifecycle.draining)
+    app.add_middleware(HostCheck, host=settings.host, allowed=settings.allowed_hosts)
+    app.add_middleware(RequestContext)
+    return app
+
+
+def _lifespan(
+    settings: Settings, lifecycle: Lifecycle, groups: GroupFactory
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            store = await Store.open(settings.data_dir)
+        except Exception as error:
+            app.state.startup_error = error  # for the terminal: uvicorn would only show a traceback
+            raise
+        try:
+            app.state.store = store
+            app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
+            services = build_services(settings, store, groups)
+            lifecycle.on_drain(services.stop)
+            await services.start()
+            app.state.services = services
+            app.state.presence = Presence(store, services.housekeeping.touch)
+            app.state.readiness = Readiness(services.models.runtimes)
+            app.state.authenticator = Authenticator(store)  # last: from here on, requests are let in
+            yield
+        finally:
+            await lifecycle.drain()
+            await store.close()
+
+    return lifespan

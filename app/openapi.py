@@ -1,0 +1,189 @@
+"""The OpenAPI description: full schemas also where a route reads or writes bytes itself.
+
+    python -m app.openapi [FILE]     writes openapi.yaml
+
+FastAPI describes what it parses. Bodies that a route reads by itself (protobuf or JSON, or to count a refused request)
+and futures, whose result depends on what was asked, are added here. Not responsible for serving anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from fastapi import FastAPI, Security
+from fastapi.openapi.utils import get_openapi
+from fastapi.security import APIKeyHeader
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from schemas import requests, responses
+from schemas.responses import ErrorResponse
+
+API = "/api/v1"
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+REF = "#/components/schemas/{model}"
+
+KEY = Security(APIKeyHeader(name="X-API-Key", scheme_name="ApiKey", description="A key `tml-...`.", auto_error=False))
+"""Describes the key. `app.auth.AuthMiddleware` enforces it, before the route is reached."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in {
+        400: "The request cannot be honoured; `error.field` names what is wrong.",
+        401: "The API key is missing or not valid.",
+        404: "The object does not exist, or belongs to another project.",
+        410: "The object is over: a finished session, an expired result, a lost training run.",
+        413: "The body is too large.",
+        415: "The Content-Type or Content-Encoding is not read here.",
+        500: "The server is at fault; its log has the details under `error.request_id`.",
+        503: "The server is starting or stopping; try again after `Retry-After` seconds.",
+    }.items()
+}
+
+RAW_BODIES: dict[str, type[BaseModel]] = {
+    "forward_backward": requests.ForwardBackwardRequest,
+    "forward": requests.ForwardBackwardRequest,
+    "optim_step": requests.OptimStepRequest,
+    "zero_grad": requests.ZeroGradRequest,
+    "create_model": requests.CreateModelRequest,
+    "get_info": requests.GetInfoRequest,
+    "save_weights": requests.SaveWeightsRequest,
+    "load_weights": requests.LoadWeightsRequest,
+    "save_weights_for_sampler": requests.SaveWeightsForSamplerRequest,
+    "asample": requests.SampleRequest,
+    "create_sampling_session": requests.CreateSamplingSessionRequest,
+    "retrieve_future": requests.RetrieveFutureRequest,
+    "cancel_future": requests.CancelFutureRequest,
+}
+"""Bodies of routes (below `/api/v1/`) that parse them by themselves."""
+
+PROTOBUF_BODIES = {"forward_backward": "ForwardBackwardRequest"}
+
+FUTURE_RESULTS: tuple[type[BaseModel], ...] = (
+    responses.ForwardBackwardOutput,
+    responses.SampleResponse,
+    responses.OptimStepResult,
+    responses.ZeroGradResult,
+    responses.CreateModelResult,
+    responses.LoadWeightsResult,
+    responses.SaveWeightsResult,
+    responses.SaveWeightsForSamplerResult,
+    responses.CompleteMetadata,
+    responses.FailedFuture,
+)
+RAW_RESPONSES: dict[str, type[BaseModel]] = {}
+"""Answers of routes that render them by themselves."""
+
+
+def install(app: FastAPI) -> None:
+    """Make `app.openapi()` give the full description."""
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = build(app)
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]
+
+
+def build(app: FastAPI) -> dict[str, Any]:
+    """The description of everything that `app` serves."""
+    schema = get_openapi(
+        title=app.title,
+        version=app.version,
+        summary=app.summary,
+        description="Requests that take time answer with a `request_id`; `retrieve_future` gives their result.",
+        routes=app.routes,
+    )
+    schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
+    _add_models(schemas)
+    paths: dict[str, dict[str, Any]] = schema["paths"]
+    for path, methods in paths.items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)  # a request that does not validate is answered 400
+        name = path.removeprefix(f"{API}/")
+        if name in RAW_BODIES and "post" in methods:
+            methods["post"]["requestBody"] = _body(name)
+        if name in RAW_RESPONSES and "post" in methods:
+            methods["post"]["responses"]["200"]["content"] = {JSON: {"schema": _ref(RAW_RESPONSES[name])}}
+    _describe_futures(paths)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schema["components"]["schemas"] = dict(sorted(schemas.items()))
+    return schema
+
+
+def to_yaml(schema: Mapping[str, Any]) -> str:
+    """The text of `openapi.yaml`."""
+    head = "# Generated by `make docs` from the code; a test compares the two.\n"
+    return head + yaml.safe_dump(dict(schema), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _add_models(schemas: dict[str, Any]) -> None:
+    bodies = [(model, "validation") for model in RAW_BODIES.values()]
+    results = [(model, "serialization") for model in (*FUTURE_RESULTS, *RAW_RESPONSES.values(), responses.TryAgain)]
+    _, definitions = models_json_schema(
+        [*dict.fromkeys(bodies), *dict.fromkeys(results)],  # type: ignore[list-item]
+        ref_template=REF,
+    )
+    for name, definition in definitions.get("$defs", {}).items():
+        schemas.setdefault(name, definition)
+
+
+def _ref(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REF.format(model=model.__name__)}
+
+
+def _body(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = {JSON: {"schema": _ref(RAW_BODIES[name])}}
+    if name in PROTOBUF_BODIES:
+        content[PROTOBUF] = {
+            "schema": {
+                "type": "string",
+                "format": "binary",
+                "description": f"`{PROTOBUF_BODIES[name]}` of schemas/proto/tinker_public.proto; "
+                "`Content-Encoding: zstd` is read.",
+            }
+        }
+    return {"required": True, "content": content}
+
+
+def _describe_futures(paths: dict[str, dict[str, Any]]) -> None:
+    operation = paths.get(f"{API}/retrieve_future", {}).get("post")
+    if operation is None:
+        return
+    operation["responses"]["200"] = {
+        "description": "The result of what was asked, its size, or its failure (then there is an `error`).",
+        "content": {
+            JSON: {"schema": {"oneOf": [_ref(model) for model in FUTURE_RESULTS]}},
+            PROTOBUF: {
+                "schema": {
+                    "type": "string",
+                    "format": "binary",
+                    "description": "`ForwardBackwardOutput` or `SampleResponse`, if the request accepts protobuf.",
+                }
+            },
+        },
+    }
+    operation["responses"]["408"] = {
+        "description": "Not done yet; ask again at once.",
+        "content": {JSON: {"schema": _ref(responses.TryAgain)}},
+    }
+
+
+def main() -> None:
+    """Write the description of this version."""
+    from app.main import create_app
+    from app.settings import Settings
+
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "openapi.yaml")
+    target.write_text(to_yaml(create_app(Settings()).openapi()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

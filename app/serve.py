@@ -1,0 +1,221 @@
+"""Runs the application under uvicorn in the foreground: the socket, the signals, and what the terminal shows.
+
+One line says that the server is ready, and only when every base model has answered. Not responsible for what is served
+(`app/main.py`) or for reading options (`app/cli.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import typer
+import uvicorn
+from fastapi import FastAPI
+
+from app import logging as server_log
+from app.lifecycle import Lifecycle
+from app.main import create_app
+from app.readiness import Readiness, describe
+from app.settings import Settings
+from schemas.errors import TinsmithError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that the server is not the one to close a connection just reused."""
+CLOSE_SECONDS = 5
+"""What open connections get once the work is drained."""
+PROGRESS_SECONDS = 5.0
+FAILED = 1
+
+
+def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app) -> int:
+    """Serve until a signal; returns the exit code (0 after a drain, 1 if the server could not start)."""
+    server_log.configure(settings.log_level, settings.log_format)
+    raise_descriptor_limit()
+    try:
+        listener = listen(settings.host, settings.port)
+    except OSError as error:
+        typer.echo(cannot_listen(settings, error), err=True)
+        return FAILED
+    with listener:
+        app = make_app(settings)
+        config = uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+        )
+        server = Server(config, app, settings, url_of(listener))
+        try:
+            server.run(sockets=[listener])
+        except SystemExit:  # uvicorn's way to say that the application did not start
+            server.explain_failed_start()
+            return FAILED
+    return server.exit_code
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our signals (drain, then exit; a second one exits at once) and our words."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, settings: Settings, url: str) -> None:
+        super().__init__(config)
+        self._app = app
+        self._settings = settings
+        self._url = url
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._signals = 0
+        self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the data folder, begin to listen, then watch the base models load."""
+        own_words = logging.getLogger("uvicorn.error")
+        own_words.disabled = True  # `explain_failed_start` says it better
+        try:
+            await super().startup(sockets)
+        finally:
+            own_words.disabled = False
+        self._spawn(self._announce())
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handle SIGINT and SIGTERM in the event loop while serving."""
+        loop = asyncio.get_running_loop()
+        handled = (signal.SIGINT, signal.SIGTERM)
+        for number in handled:
+            loop.add_signal_handler(number, self.on_signal, number)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def on_signal(self, number: int) -> None:
+        """First: drain, then exit. Second: exit now."""
+        self._signals += 1
+        if self._signals == 1:
+            grace = self._settings.shutdown_grace
+            typer.echo(f"stopping: accepted work gets up to {grace:g} s; a second signal stops at once", err=True)
+            self._spawn(self._drain())
+            return
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(128 + number)
+
+    def explain_failed_start(self) -> None:
+        """Say why the application did not come up."""
+        error = getattr(self._app.state, "startup_error", None)
+        if isinstance(error, TinsmithError):
+            hint = f" ({error.hint})" if error.hint else ""
+            typer.echo(f"cannot start with data folder {self._settings.data_dir}: {error.message}{hint}", err=True)
+        elif isinstance(error, Exception):
+            logger.error("the server could not start", exc_info=error)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drain(self) -> None:
+        lifecycle: Lifecycle = self._app.state.lifecycle
+        try:
+            await lifecycle.drain()
+        except Exception:
+            logger.exception("draining failed")
+        self.should_exit = True
+
+    async def _announce(self) -> None:
+        """Watch the base models load; end with the ready line, or with the reason and exit code 1."""
+        readiness: Readiness = self._app.state.readiness
+        runtimes = self._app.state.services.models.runtimes
+        began = time.monotonic()
+        next_line = began + 1.0
+        while not self.should_exit and not self._signals:
+            if (await readiness.check()).status == "ready":
+                typer.echo(self._ready_line())
+                return
+            failed = [(name, runtime) for name, runtime in runtimes.items() if runtime.state == "failed"]
+            if failed:
+                for name, runtime in failed:
+                    typer.echo(f"base model {name} cannot be served: {describe(runtime)}", err=True)
+                typer.echo("stopping; correct --base-model (tinsmith serve --help) and start again", err=True)
+                self.exit_code = FAILED
+                self.should_exit = True
+                return
+            waiting = [f"{name}: {describe(runtime)}" for name, runtime in runtimes.items() if runtime.state != "ready"]
+            line, now = "; ".join(waiting), time.monotonic()
+            if line and now >= next_line:
+                typer.echo(f"loading  {line}  [{now - began:.0f} s]")
+                next_line = now + PROGRESS_SECONDS
+            await asyncio.sleep(0.2)
+
+    def _ready_line(self) -> str:
+        names = ", ".join(self._settings.base_models)
+        key = self._app.state.dev_key
+        where = self._settings.data_dir / "dev_key"
+        return f"ready  {self._url}  models: {names}  key: {key}  (in {where})"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises OSError if the address cannot be had."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def cannot_listen(settings: Settings, error: OSError) -> str:
+    """One line for an address that cannot be had."""
+    place = f"{settings.host}:{settings.port}"
+    if isinstance(error, socket.gaierror):
+        return f"cannot listen on {place}: {settings.host!r} is not an address of this machine"
+    if error.errno == errno.EADDRINUSE:
+        return f"cannot listen on {place}: the port is in use; stop what uses it, or choose another with --port"
+    return f"cannot listen on {place}: {error.strerror}"
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine finds the server."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of open files to the hard one: every held poll is a connection."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a container may forbid it: then the limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    logger.debug("open files: soft limit %s, hard limit %s", soft, hard)
