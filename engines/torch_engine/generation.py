@@ -1,0 +1,337 @@
+"""A running batch of samples: prompts are read once, then all rows are decoded together, token by token.
+
+Rows of all requests share one forward pass per token, sorted by adapter; finished rows leave the batch. A request
+that fails takes nobody with it. Not responsible for checking requests or for keeping adapters (`rollout`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.lora import AdapterWeights
+from engines.rollout import Generation
+from engines.torch_engine.adapter_cache import AdapterCache
+from engines.torch_engine.kv_cache import RowCache
+from engines.torch_engine.model_pass import ModelPass, as_failure, segments_of
+from engines.torch_engine.prompt_scores import PromptScores
+from engines.torch_engine.sampling_rules import DrawRule, LogprobKind, draw, stream, tempered_logprobs
+from engines.torch_engine.stops import StopRule
+from schemas.errors import EngineFailure, TinsmithError
+from schemas.operations import Sample, SampledSequence, SampleResult, TopK
+
+_log = logging.getLogger(__name__)
+
+_SCORED_CELLS = 2**25
+"""Logits held at once while prompt tokens are scored (rows x vocabulary): 128 MiB in float32."""
+_PREFILL_CHUNK = 2048
+"""Prompt positions per pass when nothing is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked request with everything resolved: `limit` new tokens at most, `seed` set."""
+
+    request: Sample
+    limit: int
+    seed: int
+    stop: StopRule
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One continuation in progress."""
+
+    owner: Running
+    draws: np.random.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    stop_reason: Literal["stop", "length"] | None = None
+
+    def take(self, token: int, logprob: float) -> None:
+        """Append a token and see whether it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.owner.plan.stop.reached(self.tokens):
+            self.stop_reason = "stop"
+        elif len(self.tokens) >= self.owner.plan.limit:
+            self.stop_reason = "length"
+
+    def result(self) -> SampledSequence:
+        """The finished continuation."""
+        assert self.stop_reason is not None
+        topk = None
+        if self.topk:
+            topk = TopK(
+                np.array([ids for ids, _ in self.topk], np.int32), np.array([lp for _, lp in self.topk], np.float32)
+            )
+        return SampledSequence(
+            np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), self.stop_reason, topk
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """A request whose prompt has been read."""
+
+    request_id: str
+    plan: Plan
+    adapter: AdapterWeights | None
+    rule: DrawRule
+    scores: PromptScores
+    rows: list[Row] = field(default_factory=list)
+
+    def result(self) -> SampleResult:
+        """The finished request."""
+        return SampleResult(
+            sequences=tuple(row.result() for row in self.rows),
+            prompt_logprobs=self.scores.logprobs,
+            topk_prompt_logprobs=self.scores.topk,
+            target_prompt_logprobs=self.scores.targets,
+            prompt_alt_tokens=self.scores.alternatives,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Rows that are decoded in one pass; `logits` [rows, V] predict each row's next token."""
+
+    rows: list[Row]
+    cache: RowCache
+    logits: Tensor
+
+
+class TorchGeneration(Generation):
+    """See `engines.rollout.Generation`. Used by one thread; prompts are read inside `step`, some per call."""
+
+    def __init__(
+        self,
+        plans: Mapping[str, Plan | TinsmithError],
+        model: ModelPass,
+        adapters: AdapterCache,
+        *,
+        sample_logprobs: LogprobKind,
+        prefill_tokens: int,
+    ) -> None:
+        self._waiting = {name: plan for name, plan in plans.items() if isinstance(plan, Plan)}
+        self._ended: dict[str, SampleResult | TinsmithError] = {
+            name: plan for name, plan in plans.items() if isinstance(plan, TinsmithError)
+        }
+        self._running: dict[str, Running] = {}
+        self._batches: list[Batch] = []
+        self._model = model
+        self._adapters = adapters
+        self._kind = sample_logprobs
+        self._prefill_tokens = prefill_tokens
+
+    @property
+    def active(self) -> Sequence[str]:
+        """Requests not yet returned by `step`."""
+        return [*self._ended, *self._running, *self._waiting]
+
+    def step(self, tokens: int) -> Mapping[str, SampleResult | TinsmithError]:
+        """Read waiting prompts (up to a token budget, at least one), then decode up to `tokens` tokens per row."""
+        with torch.inference_mode():
+            self._admit()
+            for _ in range(tokens):
+                if not self._batches:
+                    break
+                self._batches = [rest for batch in self._batches for rest in self._advance(batch)]
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request and free its rows; unknown or finished ids are ignored."""
+        self._waiting.pop(request_id, None)
+        self._ended.pop(request_id, None)
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            self._leave(running)
+            with torch.inference_mode():
+                self._batches = [b for batch in self._batches for b in self._without(batch, {running})]
+
+    # -- reading prompts ------------------------------------------------------------------------------------------
+    def _admit(self) -> None:
+        budget = self._prefill_tokens
+        fresh: list[Batch] = []
+        for name, plan in list(self._waiting.items()):
+            length = len(plan.request.prompt)
+            if fresh and length > budget:
+                break
+            budget -= length
+            del self._waiting[name]
+            batch = self._guarded(name, partial(self._begin, name, plan))
+            if batch is not None:
+                fresh.append(batch)
+        if fresh:
+            self._batches = self._grouped([*self._batches, *fresh])
+
+    def _begin(self, name: str, plan: Plan) -> Batch:
+        request = plan.request
+        params = request.params
+        adapter = None if request.adapter_folder is None else self._adapters.acquire(request.adapter_folder)
+        rule = DrawRule(params.temperature, params.top_k, params.top_p)
+        running = Running(name, plan, adapter, rule, PromptScores(request, stream(plan.seed, "alternatives")))
+        self._running[name] = running
+        running.rows = [Row(running, stream(plan.seed, i)) for i in range(request.num_samples)]
+        cache = RowCache.empty(plain=self._model.plain)
+        last = self._read_prompt(running, cache)
+        cache.select([0] * request.num_samples)
+        return Batch(list(running.rows), cache, last.expand(request.num_samples, -1))
+
+    def _read_prompt(self, running: Running, cache: RowCache) -> Tensor:
+        """Fill the cache with the prompt, score it on the way, and return the logits [1, V] behind it."""
+        tokens = torch.from_numpy(np.ascontiguousarray(running.plan.request.prompt, dtype=np.int64))[None]
+        length = tokens.shape[1]
+        first_row = running.scores.first_row
+        chunk = length
+        if self._model.plain:  # other caches do not all take a prompt in pieces
+            chunk = _PREFILL_CHUNK if first_row == length - 1 else max(_SCORED_CELLS // self._model.vocab_size, 1)
+        segments = segments_of([running.adapter])
+        logits = torch.empty(0)
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
+            keep = stop - min(max(first_row, start), stop - 1)
+            logits = self._model.run(tokens[:, start:stop], cache, segments, keep)[0]
+            running.scores.add(stop - keep, logits)
+        return logits[-1:]
+
+    def _grouped(self, batches: list[Batch]) -> list[Batch]:
+        """Join what may share a pass, rows sorted by adapter; if memory is too short for that, leave them apart."""
+        if not self._model.plain:
+            return batches
+        groups: dict[str, list[Batch]] = {}
+        for batch in batches:
+            key = "" if self._model.mixes_adapters else _adapter_key(batch.rows[0])
+            groups.setdefault(key, []).append(batch)
+        joined: list[Batch] = []
+        for group in groups.values():
+            try:
+                joined.append(_join(group))
+            except (RuntimeError, MemoryError):
+                _log.exception("batches could not be joined; they are decoded apart")
+                joined.extend(group)
+        return joined
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+    def _advance(self, batch: Batch) -> list[Batch]:
+        """Draw one token for every row, let finished and broken rows go, and run the others."""
+        broken = self._draw(batch)
+        for running in dict.fromkeys(row.owner for row in batch.rows):
+            if running not in broken and all(row.stop_reason for row in running.rows):
+                self._ended[running.request_id] = running.result()
+                del self._running[running.request_id]
+                self._leave(running)
+        return [ran for left in self._without(batch, broken) for ran in self._run(left)]
+
+    def _draw(self, batch: Batch) -> set[Running]:
+        """Returns the requests that were failed because their logits are not numbers."""
+        rules = [row.owner.rule for row in batch.rows]
+        logprobs = tempered_logprobs(batch.logits, [rule.temperature for rule in rules])
+        reported = logprobs
+        if self._kind == "plain" and any(rule.temperature not in (0.0, 1.0) for rule in rules):
+            reported = tempered_logprobs(batch.logits, [1.0] * len(rules))
+        broken: set[Running] = set()
+        for row, bad in zip(batch.rows, logprobs.amax(-1).isnan().tolist(), strict=True):
+            if bad and row.owner not in broken:
+                broken.add(row.owner)
+                self._fail(
+                    row.owner.request_id,
+                    EngineFailure("the model's logits are not finite with this adapter", hint="its weights are broken"),
+                )
+        tokens = draw(logprobs.nan_to_num(nan=0.0), rules, [row.draws.random() for row in batch.rows])
+        values = reported.gather(-1, torch.tensor(tokens, device=reported.device)[:, None])[:, 0].tolist()
+        wide = max(row.owner.plan.request.topk_sample_logprobs for row in batch.rows)
+        if wide:
+            best, ids = (tensor.tolist() for tensor in torch.topk(reported, wide, dim=-1))
+            for i, row in enumerate(batch.rows):
+                k = row.owner.plan.request.topk_sample_logprobs
+                if k:
+                    row.topk.append((ids[i][:k], best[i][:k]))
+        for row, token, value in zip(batch.rows, tokens, values, strict=True):
+            row.take(token, value)
+        return broken
+
+    def _without(self, batch: Batch, gone: Iterable[Running]) -> list[Batch]:
+        """The batch without finished rows and without some requests: one batch, or none."""
+        leaving = set(gone)
+        keep = [i for i, row in enumerate(batch.rows) if row.stop_reason is None and row.owner not in leaving]
+        if not keep:
+            return []
+        if len(keep) < len(batch.rows):
+            batch.cache.select(keep)
+            batch.rows = [batch.rows[i] for i in keep]
+            batch.logits = batch.logits[keep]
+        return [batch]
+
+    def _run(self, batch: Batch) -> list[Batch]:
+        """One pass. If it fails, every request is tried alone, so that only the one at fault is lost."""
+        try:
+            self._forward(batch)
+            return [batch]
+        except Exception as error:
+            owners = list(dict.fromkeys(row.owner for row in batch.rows))
+            _log.exception("a decoding pass of %d requests failed", len(owners))
+            if len(owners) == 1:
+                self._fail(owners[0].request_id, as_failure(error))
+                return []
+        alone: list[Batch] = []
+        for owner in owners:
+            where = [i for i, row in enumerate(batch.rows) if row.owner is owner]
+            part = self._guarded(owner.request_id, partial(_part, batch, where))
+            if part is not None:
+                alone.extend(self._run(part))
+        return alone
+
+    def _forward(self, batch: Batch) -> None:
+        tokens = torch.tensor([[row.tokens[-1]] for row in batch.rows])
+        segments = segments_of([row.owner.adapter for row in batch.rows])
+        batch.logits = self._model.run(tokens, batch.cache, segments, 1)[:, -1]
+
+    # -- endings --------------------------------------------------------------------------------------------------
+    def _guarded(self, name: str, work: Callable[[], Batch]) -> Batch | None:
+        """Run work that belongs to one request; whatever it raises ends that request alone."""
+        try:
+            return work()
+        except Exception as error:
+            if not isinstance(error, TinsmithError):
+                _log.exception("request %s failed", name)
+            self._fail(name, as_failure(error))
+            return None
+
+    def _fail(self, name: str, error: TinsmithError) -> None:
+        self._ended[name] = error
+        running = self._running.pop(name, None)
+        if running is not None:
+            self._leave(running)
+
+    def _leave(self, running: Running) -> None:
+        folder = running.plan.request.adapter_folder
+        if folder is not None:
+            self._adapters.release(folder)
+
+
+def _part(batch: Batch, where: Sequence[int]) -> Batch:
+    """A copy of some rows."""
+    return Batch([batch.rows[i] for i in where], batch.cache.part(where), batch.logits[list(where)])
+
+
+def _adapter_key(row: Row) -> str:
+    return row.owner.plan.request.adapter_folder or ""
+
+
+def _join(batches: Sequence[Batch]) -> Batch:
+    rows = [row for batch in batches for row in batch.rows]
+    cache = RowCache.joined([batch.cache for batch in batches])
+    logits = torch.cat([batch.logits for batch in batches])
+    order = sorted(range(len(rows)), key=lambda i: _adapter_key(rows[i]))
+    cache.select(order)
+    return Batch([rows[i] for i in order], cache, logits[order])
