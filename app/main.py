@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
@@ -78,19 +78,20 @@ def _lifespan(
         except Exception as error:
             app.state.startup_error = error  # for the terminal: uvicorn would only show a traceback
             raise
-        try:
+        async with AsyncExitStack() as closing:  # in reverse: drain, last signs of life, close the store
+            closing.push_async_callback(store.close)
             app.state.store = store
             app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
             services = build_services(settings, store, groups)
             lifecycle.on_drain(services.stop)
+            closing.push_async_callback(lifecycle.drain)
             await services.start()
             app.state.services = services
-            app.state.presence = Presence(store, services.housekeeping.touch)
+            presence = app.state.presence = Presence(store)
+            presence.start()
+            closing.push_async_callback(presence.stop)
             app.state.readiness = Readiness(services.models.runtimes)
             app.state.authenticator = Authenticator(store)  # last: from here on, requests are let in
             yield
-        finally:
-            await lifecycle.drain()
-            await store.close()
 
     return lifespan

@@ -49,9 +49,23 @@ ALLOWED_WHILE_DRAINING = frozenset(
         "/api/v1/get_info",
     }
 )
-SELF_LIMITED_PATHS = frozenset({"/api/v1/forward_backward"})
-"""Routes that measure their body themselves, because they look into a body that is too large (whose request it was)."""
-LIMIT_SLACK = 1024 * 1024
+LARGE_PATHS = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "forward_backward",
+        "forward",
+        "optim_step",
+        "zero_grad",
+        "save_weights",
+        "save_weights_for_sampler",
+        "load_weights",
+        "asample",
+    )
+)
+"""Routes that measure their body themselves: they look into one that is too large, to find out whose request it was."""
+LARGE_SLACK = 1024 * 1024
+CONTROL_LIMIT = 4 * 1024 * 1024
+"""Bytes of a body of every other route: what is parsed in the event loop must be small."""
 
 _SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -179,41 +193,42 @@ class DrainGate:
 
 
 class BodyLimit:
-    """Stops bodies that are larger than `limit` bytes (413), by their declared length or while they stream in.
+    """Stops bodies that are too large (413), by their declared length or while they stream in.
 
-    Routes in `self_limited` enforce the same limit themselves; for them this is only a backstop, one MiB later.
+    The routes of `LARGE_PATHS` enforce `limit` (bytes) themselves; for them this is a backstop, a little later. All
+    others get at most `CONTROL_LIMIT`.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int, self_limited: Collection[str] = SELF_LIMITED_PATHS) -> None:
+    def __init__(self, app: ASGIApp, *, limit: int) -> None:
         self._app = app
         self._limit = limit
-        self._self_limited = frozenset(self_limited)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        own = scope["path"] in self._self_limited
-        limit = self._limit + LIMIT_SLACK if own else self._limit
-        declared = 0 if own else _declared_length(scope)
+        large = scope["path"] in LARGE_PATHS
+        limit = self._limit + LARGE_SLACK if large else min(self._limit, CONTROL_LIMIT)
+        declared = 0 if large else _declared_length(scope)
         received = 0
 
         async def limited() -> Message:
             nonlocal received
             if declared > limit:
-                raise self._too_large()
+                raise _too_large(limit)
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > limit:
-                    raise self._too_large()
+                    raise _too_large(limit)
             return message
 
         await self._app(scope, limited, send)
 
-    def _too_large(self) -> HTTPException:
-        # An HTTPException, because FastAPI turns anything else that reading a body raises into a plain 400.
-        return HTTPException(413, f"the body is larger than {self._limit // (1024 * 1024)} MiB")
+
+def _too_large(limit: int) -> HTTPException:
+    # An HTTPException, because FastAPI turns anything else that reading a body raises into a plain 400.
+    return HTTPException(413, f"the body is over the limit of {limit} bytes")
 
 
 def _incoming_id(scope: Scope) -> str | None:
