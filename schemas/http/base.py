@@ -19,6 +19,7 @@ MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
 """Ten years of 365 days."""
 
 _NAME = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._-]{0,127}")
+_ID = re.compile(r"[!-.0-~]{1,256}")
 _NAME_RULE = "1 to 128 characters out of A-Z a-z 0-9 . _ -, not starting with '-', and not '.' or '..'"
 
 
@@ -33,6 +34,11 @@ class ResponseModel(BaseModel):
     literals are not JSON, and clients refuse null where a number is due."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings", protected_namespaces=())
+
+
+def is_identifier(value: str) -> bool:
+    """Whether `value` may be an id given out by the server (see `Identifier`)."""
+    return _ID.fullmatch(value) is not None
 
 
 def check_name(value: str) -> str:
@@ -73,8 +79,6 @@ def _check_path(value: str) -> str:
     parse_tinker_path(value)
     return value
 
-
-_ID = re.compile(r"[!-.0-~]{1,256}")
 
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[!-.0-~]+$")]
 """An id given out by the server: printable ASCII without spaces and slashes."""

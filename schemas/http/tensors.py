@@ -100,8 +100,10 @@ JsonNumber = float | Literal["NaN", "Infinity", "-Infinity"] | None
 
 
 class TensorDataResult(ResponseModel):
-    """A dense tensor in a result."""
+    """A tensor in a result; sparse (CSR) only where the request was."""
 
-    data: list[JsonNumber] = Field(description="The numbers, row-major.")
+    data: list[JsonNumber] = Field(description="The numbers, row-major; of a sparse tensor only the listed ones.")
     dtype: Literal["float32", "int64"] = Field(description="Type of the numbers.")
-    shape: list[int] = Field(description="Shape.")
+    shape: list[int] = Field(description="Dense shape.")
+    sparse_crow_indices: list[int] | None = Field(None, description="CSR row pointers.")
+    sparse_col_indices: list[int] | None = Field(None, description="CSR column indices.")
