@@ -38,11 +38,6 @@ class ModelQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def first_waiting(self) -> int | None:
-        """The smallest seq_id that waits."""
-        return min(self._waiting, default=None)
-
     def add(self, seq_id: int | None, item: T, now: float) -> int:
         """Enqueue; returns the seq_id, which for None is the one after everything known so far.
 
@@ -70,25 +65,20 @@ class ModelQueue(Generic[T]):
 
     def missing(self) -> int | None:
         """The seq_id that everything waits for; None if nothing waits or the next item can start."""
-        if not self._waiting:
-            return None
-        expected = self._last_started + 1
-        while expected in self._refused:
-            expected += 1
-        return None if expected in self._waiting else expected
+        expected = self._expected()
+        return None if not self._waiting or expected in self._waiting else expected
 
     def peek(self) -> T | None:
         """The item that may start now, if there is one."""
-        first = self.first_waiting
-        return None if first is None or self.missing() is not None else self._waiting[first].item
+        waiting = self._waiting.get(self._expected())
+        return None if waiting is None else waiting.item
 
     def pop(self) -> T:
         """Start the item that `peek` shows; raises `LookupError` if there is none."""
-        first = self.first_waiting
-        if first is None or self.missing() is not None:
-            raise LookupError("no item can start")
-        self._pass(first)
-        return self._waiting.pop(first).item
+        seq_id = self._expected()
+        item = self._waiting.pop(seq_id).item
+        self._pass(seq_id)
+        return item
 
     def gap_deadline(self) -> float | None:
         """When the missing seq_id will be given up; None if none is missing."""
@@ -117,6 +107,13 @@ class ModelQueue(Generic[T]):
     def ahead(self, seq_id: int) -> int:
         """How many waiting items have a smaller seq_id."""
         return sum(1 for waiting in self._waiting if waiting < seq_id)
+
+    def _expected(self) -> int:
+        """The smallest seq_id that has neither started nor been refused or given up."""
+        expected = self._last_started + 1
+        while expected in self._refused:
+            expected += 1
+        return expected
 
     def _pass(self, seq_id: int) -> None:
         self._last_started = seq_id

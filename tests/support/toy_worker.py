@@ -1,6 +1,7 @@
 """A scripted engine and sampler that do real, tiny arithmetic: one weight per adapter.
 
-logprob_i = w * target_i; loss = -sum(weights_i * w * target_i); gradient = -sum(weights_i * target_i); w -= lr * gradient.
+logprob_i = w * target_i; loss = -sum(weights_i * w * target_i); gradient = -sum(weights_i * target_i);
+w -= lr * gradient.
 `loss_config` may ask for trouble: `sleep` seconds, `raise` an unexpected error, `die` by SIGKILL. A sample draws
 (prompt[-1] + adapter weight + i) % 100; a prompt that starts with 666 kills the worker at its first step, 667 raises.
 """

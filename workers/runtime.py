@@ -1,0 +1,250 @@
+"""The runtime of one base model: what the edge talks to.
+
+Responsible for the loop that alternates training operations and slices of decoding on one worker group, and for the
+group's life: start, death, restart, stop. Not responsible for order and fairness (`workers/scheduler.py`), for the
+operations themselves (the lanes), or for durability (the caller's `load` and `done`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
+from schemas.operations import BaseModelInfo
+from workers.group import WorkerGroup
+from workers.sampling_lane import SamplingLane
+from workers.tickets import Desk, QueueState, Ticket
+from workers.training_lane import TrainingLane
+
+__all__ = ["ModelRuntime", "QueueState", "Ticket"]
+
+_log = logging.getLogger("tinsmith.runtime")
+
+State = Literal["starting", "ready", "restarting", "failed"]
+_LONGEST_PAUSE = 30.0
+
+
+class ModelRuntime:
+    """One base model on one worker group. All methods are called from one event loop.
+
+    Args:
+        gap_timeout: seconds that operations wait behind a seq_id that has not arrived.
+        max_adapters: models that may be trained at once.
+        max_sample_rows: sequences that decode together in one batch.
+        decode_slice: tokens per row decoded between two training operations.
+        restart_limit: restarts in a row, without any completed work between them, before the runtime gives up.
+        restart_pause: seconds before the first of those restarts; doubles each time.
+        on_models_lost: told which models are gone after a worker died, before their operations fail.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: WorkerGroup,
+        *,
+        gap_timeout: float = 60.0,
+        max_adapters: int = 64,
+        max_sample_rows: int = 64,
+        decode_slice: int = 8,
+        restart_limit: int = 3,
+        restart_pause: float = 0.5,
+        on_models_lost: Callable[[Sequence[str]], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.state: State = "starting"
+        self.info: BaseModelInfo | None = None
+        self.failure: TinsmithError | None = None
+        self._group = group
+        self._restart_limit = restart_limit
+        self._restart_pause = restart_pause
+        self._on_models_lost = on_models_lost
+        self._clock = clock
+        self._desk = Desk()
+        self._training = TrainingLane(
+            self._desk, self._call, gap_timeout=gap_timeout, max_adapters=max_adapters, clock=clock
+        )
+        self._sampling = SamplingLane(self._desk, self._call, max_rows=max_sample_rows, decode_slice=decode_slice)
+        self._wake = asyncio.Event()
+        self._death: TinsmithError | None = None
+        self._restarts = 0
+        self._since = clock()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+    async def start(self) -> None:
+        """Begin to load the base model in the background; returns at once."""
+        self._since = self._clock()
+        self._group.on_death(self._note_death)
+        self._task = asyncio.create_task(self._run(), name=f"runtime {self.name}")
+
+    async def stop(self, grace: float) -> None:
+        """Refuse new work, finish what is queued within `grace` seconds, fail the rest with `Unavailable`."""
+        self._stopping = True
+        self._wake.set()
+        if self._task is not None:
+            if self.state == "ready":
+                await asyncio.wait({self._task}, timeout=grace)
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        self._desk.finish_all(self._unavailable())
+        await self._group.stop()
+        await self._desk.close()
+
+    async def probe(self, timeout: float) -> bool:  # noqa: ASYNC109 (a plain number crosses to any transport)
+        """Whether the base model is loaded and its worker really answers."""
+        return self.state == "ready" and await self._group.ping(timeout)
+
+    # -- work ------------------------------------------------------------------------------------------------------
+    def open_model(self, model_id: str) -> None:
+        """Expect the operations of a training run, from its creation (seq_id 0) on."""
+        self._training.open_model(model_id)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take an operation in. Never blocks and never raises: what cannot run is told through `ticket.done`."""
+        entry = self._desk.open(ticket)
+        if entry is None:
+            return
+        if self._stopping or self.state == "failed":
+            self._desk.finish(entry, self._unavailable())
+        elif ticket.model_id is None:
+            self._sampling.submit(entry)
+        else:
+            self._training.submit(entry)
+        self._wake.set()
+
+    def note_refused(self, model_id: str, seq_id: int) -> None:
+        """A refused request consumed this seq_id: nothing waits for it."""
+        self._training.note_refused(model_id, seq_id)
+        self._wake.set()
+
+    def close_model(self, model_id: str) -> None:
+        """The training run is over: free its adapter, fail what waits with `Gone`."""
+        self._training.close_model(model_id)
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants this sample any more. Training operations cannot be cancelled: others depend on them."""
+        entry = self._desk.find(request_id)
+        if entry is not None and entry.ticket.model_id is None:
+            self._sampling.cancel(entry)
+            self._wake.set()
+
+    def waiting(self, request_id: str) -> QueueState:
+        """Why a request has no result yet."""
+        entry = self._desk.find(request_id)
+        if self.state in ("starting", "restarting") and entry is not None:
+            doing = "loading" if self.state == "starting" else "restarting"
+            detail = f": {self._group.progress}" if self._group.progress else ""
+            return QueueState("paused_capacity", f"base model is {doing} ({self._clock() - self._since:.0f} s){detail}")
+        if entry is None:
+            return QueueState("active")
+        if entry.running:
+            return QueueState("active", "running")
+        lane = self._sampling if entry.ticket.model_id is None else self._training
+        return QueueState("active", lane.reason(entry))
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+    async def _run(self) -> None:
+        try:
+            self.info = await self._group.start()
+            self.state = "ready"
+            while await self._cycle():
+                pass
+        except TinsmithError as error:
+            self._fail(error)
+        except Exception as error:
+            _log.exception("the runtime of %s failed", self.name)
+            self._fail(EngineFailure(f"the runtime failed ({type(error).__name__})"))
+
+    async def _cycle(self) -> bool:
+        """One turn for training and one for sampling; False when stopped and nothing is left that can run."""
+        self._wake.clear()
+        if self._death is not None:
+            await self._recover(self._death)
+        self._training.expire()
+        try:
+            trained = await self._training.run_next()
+            sampled = await self._sampling.advance()
+        except WorkerDied as error:
+            self._death = self._death or error
+            return True
+        await self._desk.settle()
+        if not trained and not sampled:
+            if self._stopping:
+                return False
+            await self._rest()
+        return True
+
+    async def _rest(self) -> None:
+        """Wait for news, or for the next deadline."""
+        deadline = self._training.next_deadline()
+        pause = None if deadline is None else max(0.0, deadline - self._clock())
+        try:
+            async with asyncio.timeout(pause):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            value = await self._group.call(method, *args)
+        except WorkerDied:
+            raise
+        except TinsmithError:
+            self._restarts = 0
+            raise
+        self._restarts = 0
+        return value
+
+    # -- death -----------------------------------------------------------------------------------------------------
+    def _note_death(self, error: TinsmithError) -> None:
+        self._death = error
+        self._wake.set()
+
+    async def _recover(self, error: TinsmithError) -> None:
+        """Tell what is lost, then bring the group back; raises the last error when it cannot be brought back."""
+        _log.error("restarting the worker of %s: %s", self.name, error.message)
+        self.state, self._since = "restarting", self._clock()
+        lost, failed = self._training.lose_models()
+        failed += self._sampling.requeue()
+        if lost:
+            await self._tell_lost(lost)
+        for entry, reason in failed:
+            self._desk.finish(entry, reason)
+        while self._restarts < self._restart_limit:
+            await asyncio.sleep(min(self._restart_pause * 2**self._restarts, _LONGEST_PAUSE))
+            self._restarts += 1
+            await self._group.stop()
+            self._death = None
+            try:
+                self.info = await self._group.start()
+            except TinsmithError as start_error:
+                _log.error("restart %d of %s failed: %s", self._restarts, self.name, start_error.message)
+                error = start_error
+            else:
+                self.state = "ready"
+                return
+        raise error
+
+    async def _tell_lost(self, lost: Sequence[str]) -> None:
+        try:
+            await self._on_models_lost(lost)
+        except Exception:
+            _log.exception("the loss of %d models of %s cannot be recorded", len(lost), self.name)
+
+    def _fail(self, error: TinsmithError) -> None:
+        self.state, self.failure = "failed", error
+        _log.error("base model %s is not available: %s", self.name, error.message)
+        self._desk.finish_all(self._unavailable())
+
+    def _unavailable(self) -> Unavailable:
+        if self.failure is None:
+            return Unavailable("the server is shutting down")
+        return Unavailable(f"base model {self.name!r} is not available: {self.failure.message}", hint=self.failure.hint)

@@ -1,0 +1,137 @@
+"""Tickets: accepted operations on their way through the runtime, and the desk that answers each one exactly once.
+
+Not responsible for order (`workers/queues.py`) or execution (the lanes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from schemas.errors import TinsmithError
+from schemas.operations import Operation, OperationResult
+from workers.faults import to_tinsmith_error
+
+_log = logging.getLogger("tinsmith.runtime")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One accepted operation.
+
+    Args:
+        model_id: the training run; None for samples.
+        seq_id: the place in the model's order; None for samples, or to run after everything queued for the model.
+        load: reads the operation back; called when it is about to run, so that waiting work costs no memory.
+        done: takes the result or the error; called exactly once.
+    """
+
+    request_id: str
+    project_id: str
+    model_id: str | None
+    seq_id: int | None
+    load: Callable[[], Awaitable[Operation]]
+    done: Callable[[OperationResult | TinsmithError], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """Why an operation has no result yet: the state as the wire knows it, and one phrase for people."""
+
+    state: Literal["active", "paused_capacity", "paused_rate_limit"]
+    reason: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A ticket inside the runtime."""
+
+    ticket: Ticket
+    seq_id: int = -1
+    """The place in the model's order, once it is queued."""
+    running: bool = False
+    attempts: int = 0
+    """How often it was lost with a worker, or failed together with others, and has to run again."""
+    over: bool = False
+    _loading: asyncio.Future[Operation] | None = None
+
+    def prefetch(self) -> None:
+        """Begin to load the operation beside other work."""
+        if self._loading is None:
+            self._loading = asyncio.ensure_future(self.ticket.load())
+
+    async def load(self) -> Operation:
+        """The operation; raises a `TinsmithError` if it cannot be read back."""
+        self.prefetch()
+        assert self._loading is not None
+        try:
+            return await self._loading
+        except Exception as error:
+            raise to_tinsmith_error(error, "reading the request back") from None
+
+    def unload(self) -> None:
+        """Give the memory of the loaded operation back."""
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        if not loading.done():
+            loading.cancel()
+        elif not loading.cancelled():
+            loading.exception()  # Marks it as seen, so that asyncio does not report a failure nobody waits for.
+
+
+class Desk:
+    """All entries that are not answered yet, by request id. Answers run beside the work, a bounded number at a time."""
+
+    def __init__(self, max_answering: int = 32) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+        self._max_answering = max_answering
+
+    def open(self, ticket: Ticket) -> Entry | None:
+        """Take a ticket in; None if the same request is here already, for then that one answers."""
+        if ticket.request_id in self._entries:
+            _log.warning("request %s was submitted twice", ticket.request_id)
+            return None
+        entry = Entry(ticket)
+        self._entries[ticket.request_id] = entry
+        return entry
+
+    def find(self, request_id: str) -> Entry | None:
+        """The entry of a request that is not answered yet."""
+        return self._entries.get(request_id)
+
+    def finish(self, entry: Entry, outcome: OperationResult | TinsmithError) -> None:
+        """Answer an entry; the second answer to the same one is dropped."""
+        if entry.over:
+            return
+        entry.over = True
+        entry.unload()
+        del self._entries[entry.ticket.request_id]
+        task = asyncio.ensure_future(self._answer(entry.ticket, outcome))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def finish_all(self, error: TinsmithError) -> None:
+        """Answer everything that is still here with an error."""
+        for entry in list(self._entries.values()):
+            self.finish(entry, error)
+
+    async def settle(self) -> None:
+        """Wait while too many answers are being written, so that results do not pile up in memory."""
+        while len(self._answering) > self._max_answering:
+            await asyncio.wait(self._answering, return_when=asyncio.FIRST_COMPLETED)
+
+    async def close(self) -> None:
+        """Wait until every answer is written."""
+        while self._answering:
+            await asyncio.wait(self._answering)
+
+    async def _answer(self, ticket: Ticket, outcome: OperationResult | TinsmithError) -> None:
+        try:
+            await ticket.done(outcome)
+        except Exception:
+            _log.exception("the outcome of request %s cannot be recorded", ticket.request_id)

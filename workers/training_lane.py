@@ -1,0 +1,273 @@
+"""Executes training operations: one worker call each, in the order of the training line.
+
+Responsible for the life of the adapters on the worker (new, live, failed, lost, freed) and for what a failure means to
+the operations behind it. Not responsible for restarting workers (`workers/runtime.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.errors import EngineFailure, Gone, InvalidRequest, ModelLost, NotFound, TinsmithError, WorkerDied
+from schemas.operations import (
+    CreateModel,
+    LoadWeights,
+    Operation,
+    OperationResult,
+    OptimStep,
+    SaveWeights,
+    TrainBatch,
+    ZeroGrad,
+)
+from workers.scheduler import TrainingLine
+from workers.tickets import Desk, Entry
+
+_log = logging.getLogger("tinsmith.runtime")
+
+WorkerCall = Callable[..., Awaitable[Any]]
+MAX_RERUNS = 2
+"""How often work that a dying worker took with it is run again, if running it again is harmless."""
+_LONGEST_REMOVAL_PAUSE = 60.0
+
+
+@dataclass(slots=True)
+class _Model:
+    """An open training run. `error` is why it cannot be used any more: never created, or lost."""
+
+    live: bool = False
+    error: TinsmithError | None = None
+
+
+@dataclass(slots=True)
+class _Removal:
+    model_id: str
+    attempts: int = 0
+    not_before: float = 0.0
+
+
+class TrainingLane:
+    """All open models of one base model."""
+
+    def __init__(
+        self, desk: Desk, call: WorkerCall, *, gap_timeout: float, max_adapters: int, clock: Callable[[], float]
+    ) -> None:
+        self._desk = desk
+        self._call = call
+        self._line = TrainingLine(gap_timeout)
+        self._max_adapters = max_adapters
+        self._clock = clock
+        self._models: dict[str, _Model] = {}
+        self._adapters: set[str] = set()
+        """Adapters on the worker, those that wait for removal included."""
+        self._removals: deque[_Removal] = deque()
+        self._running: Entry | None = None
+        self._again: deque[Entry] = deque()
+        """Creations that were lost with a worker; nothing else of their models can have run."""
+        self._prefetched: Entry | None = None
+
+    # -- what the edge does ----------------------------------------------------------------------------------------
+    def open_model(self, model_id: str) -> None:
+        """Expect the operations of a training run, from seq_id 0."""
+        if model_id not in self._models:
+            self._models[model_id] = _Model()
+            self._line.open_model(model_id)
+
+    def submit(self, entry: Entry) -> None:
+        """Queue an entry; one that can never run is answered at once."""
+        model_id = entry.ticket.model_id or ""
+        model = self._models.get(model_id)
+        try:
+            if model is None:
+                raise NotFound(f"model {model_id!r} is not open on this server", field="model_id")
+            if model.error is not None:
+                raise model.error
+            self._line.add(model_id, entry, self._clock())
+        except TinsmithError as error:
+            self._desk.finish(entry, error)
+
+    def note_refused(self, model_id: str, seq_id: int) -> None:
+        """A refused request consumed this seq_id."""
+        self._line.note_refused(model_id, seq_id)
+
+    def close_model(self, model_id: str) -> None:
+        """Fail what waits with `Gone` and free the adapter after the running operation."""
+        if self._models.pop(model_id, None) is None:
+            return
+        again = [entry for entry in self._again if entry.ticket.model_id == model_id]
+        self._again = deque(entry for entry in self._again if entry.ticket.model_id != model_id)
+        for entry in [*again, *self._line.close_model(model_id)]:
+            self._desk.finish(entry, Gone("the session of this model is over", field="model_id"))
+        running = self._running is not None and self._running.ticket.model_id == model_id
+        if running or model_id in self._adapters:
+            self._removals.append(_Removal(model_id))
+
+    def reason(self, entry: Entry) -> str:
+        """Why a waiting entry does not run, for people."""
+        return "waiting to run again" if entry in self._again else self._line.reason(entry)
+
+    # -- what the loop does ----------------------------------------------------------------------------------------
+    def expire(self) -> None:
+        """Answer what waited too long behind a seq_id that never came."""
+        for entry, error in self._line.expire(self._clock()):
+            self._desk.finish(entry, error)
+
+    def next_deadline(self) -> float | None:
+        """When the lane wants to be looked at without news from outside."""
+        deadlines = [removal.not_before for removal in self._removals]
+        gap = self._line.next_deadline()
+        return min([*deadlines, gap] if gap is not None else deadlines, default=None)
+
+    async def run_next(self) -> bool:
+        """Free what is due, then run one operation; False if there was nothing to do.
+
+        Raises `WorkerDied`; the running entry then stays with the lane until `lose_models`.
+        """
+        removed = await self._remove_due()
+        entry = self._again.popleft() if self._again else self._line.pop()
+        if entry is None:
+            return removed
+        self._running, entry.running = entry, True
+        try:
+            outcome: OperationResult | TinsmithError = await self._execute(entry, await entry.load())
+        except WorkerDied:
+            raise
+        except TinsmithError as error:
+            outcome = self._note_failure(entry, error)
+        self._running = None
+        self._desk.finish(entry, outcome)
+        return True
+
+    def lose_models(self) -> tuple[list[str], list[tuple[Entry, TinsmithError]]]:
+        """The worker died: every adapter is gone. Returns the lost models and the entries to fail, with their errors.
+
+        Models that were not created yet are not lost: a creation that was running is run again.
+        """
+        lost = [model_id for model_id in self._adapters if model_id in self._models]
+        failed: list[tuple[Entry, TinsmithError]] = []
+        entry, self._running = self._running, None
+        for model_id in lost:
+            error = _model_lost(model_id)
+            self._models[model_id].live, self._models[model_id].error = False, error
+            failed += [(waiting, error) for waiting in self._line.close_model(model_id)]
+        if entry is not None and not entry.over:
+            failed += self._after_death(entry)
+        self._adapters.clear()
+        self._removals.clear()
+        return lost, failed
+
+    # -- one operation ---------------------------------------------------------------------------------------------
+    async def _execute(self, entry: Entry, operation: Operation) -> OperationResult:
+        model_id = entry.ticket.model_id or ""
+        model = self._models.get(model_id)
+        if model is None:
+            raise Gone("the session of this model is over", field="model_id")
+        if isinstance(operation, CreateModel) or (isinstance(operation, LoadWeights) and operation.create):
+            return await self._create(model_id, model, operation)
+        if not model.live:
+            raise NotFound(f"model {model_id!r} was never created", field="model_id", code="model_not_created")
+        call = self._start_call(model_id, operation)
+        self._prefetch_next()
+        result: OperationResult = await call
+        return result
+
+    async def _create(self, model_id: str, model: _Model, operation: CreateModel | LoadWeights) -> OperationResult:
+        if model.live:
+            raise InvalidRequest(f"model {model_id!r} exists already", field="model_id")
+        if len(self._adapters) >= self._max_adapters:
+            raise InvalidRequest(
+                f"this base model already trains {self._max_adapters} models, its limit",
+                hint="finish a session that is no longer needed, or ask the operator to raise max_adapters",
+                code="adapter_limit",
+            )
+        if isinstance(operation, CreateModel):
+            await self._call("create_adapter", model_id, operation.lora)
+            result: OperationResult = None
+        else:
+            result = await self._call("load_checkpoint", model_id, operation.folder, operation.with_optimizer, True)
+        self._adapters.add(model_id)
+        model.live = True
+        return result
+
+    def _start_call(self, model_id: str, operation: Operation) -> Awaitable[Any]:
+        match operation:
+            case TrainBatch():
+                return self._call("forward_backward" if operation.backward else "infer_batch", operation)
+            case OptimStep():
+                return self._call("optimizer_step", model_id, operation.params, operation.grad_clip_norm)
+            case ZeroGrad():
+                return self._call("optimizer_zero_grad", model_id)
+            case SaveWeights():
+                return self._call("save_checkpoint", model_id, operation.folder, operation.with_optimizer)
+            case LoadWeights():
+                return self._call("load_checkpoint", model_id, operation.folder, operation.with_optimizer, False)
+            case _:
+                raise EngineFailure(f"a model has no operation {type(operation).__name__}")
+
+    def _prefetch_next(self) -> None:
+        """Load the next operation beside the running one: one at a time, so that memory stays flat."""
+        if self._prefetched is None or self._prefetched.over or self._prefetched.running:
+            self._prefetched = self._line.peek()
+            if self._prefetched is not None:
+                self._prefetched.prefetch()
+
+    def _note_failure(self, entry: Entry, error: TinsmithError) -> TinsmithError:
+        """A failed operation leaves its model usable, unless it was the one to create it."""
+        model_id = entry.ticket.model_id or ""
+        model = self._models.get(model_id)
+        if model is None or model.live or model.error is not None or error.code == "model_not_created":
+            return error
+        model.error = NotFound(
+            f"model {model_id!r} was not created: {error.message}",
+            field="model_id",
+            hint=error.hint,
+            code="model_not_created",
+        )
+        for waiting in self._line.close_model(model_id):
+            self._desk.finish(waiting, model.error)
+        return error
+
+    def _after_death(self, entry: Entry) -> list[tuple[Entry, TinsmithError]]:
+        """What becomes of the operation that was running when the worker died."""
+        model_id = entry.ticket.model_id or ""
+        model = self._models.get(model_id)
+        entry.running = False
+        if model is None:
+            return [(entry, Gone("the session of this model is over", field="model_id"))]
+        if model.error is not None:
+            return [(entry, model.error)]
+        entry.attempts += 1
+        if entry.attempts <= MAX_RERUNS:
+            self._again.append(entry)
+            return []
+        error = WorkerDied("the worker died each time that it created this model")
+        return [(entry, self._note_failure(entry, error))]
+
+    async def _remove_due(self) -> bool:
+        """Free adapters of closed models. A failed removal is tried again later: the slot must not leak."""
+        now, removed = self._clock(), False
+        for removal in [due for due in self._removals if due.not_before <= now]:
+            try:
+                await self._call("remove_adapter", removal.model_id)
+            except WorkerDied:
+                raise
+            except TinsmithError as error:
+                removal.attempts += 1
+                removal.not_before = now + min(2.0**removal.attempts, _LONGEST_REMOVAL_PAUSE)
+                _log.warning("adapter %s cannot be freed yet: %s", removal.model_id, error.message)
+                continue
+            self._removals.remove(removal)
+            self._adapters.discard(removal.model_id)
+            removed = True
+        return removed
+
+
+def _model_lost(model_id: str) -> ModelLost:
+    return ModelLost(
+        f"the live state of model {model_id!r} was lost when its worker process ended",
+        field="model_id",
+        hint="resume from its last checkpoint with create_training_client_from_state_with_optimizer",
+    )
