@@ -129,8 +129,15 @@ def build_services(
     """
     bodies = Bodies(settings.data_dir)
     artifacts = Artifacts(settings.data_dir)
-    futures = Futures(store, bodies)
-    operations = Operations(store, bodies, new_id=new_id, clock=clock, wake=futures.wake)
+    futures = Futures(store, bodies, cancel=lambda request_id: operations.cancel(request_id))
+    operations = Operations(
+        store,
+        bodies,
+        folder_path=lambda folder: str(artifacts.path(folder)),
+        new_id=new_id,
+        clock=clock,
+        wake=futures.wake,
+    )
 
     async def models_lost(model_ids: Sequence[str]) -> None:
         await runs.mark_lost(model_ids)
@@ -164,7 +171,9 @@ def build_services(
     weights = Weights(
         store=store, models=models, operations=operations, runs=runs, checkpoints=checkpoints, clock=clock
     )
-    sampling = Sampling(store=store, models=models, operations=operations, checkpoints=checkpoints, clock=clock)
+    sampling = Sampling(
+        store=store, bodies=bodies, models=models, operations=operations, checkpoints=checkpoints, clock=clock
+    )
     housekeeping = Housekeeping(
         store=store,
         bodies=bodies,

@@ -93,7 +93,7 @@ class BaseModels:
         reachable = _is_loopback(client_host) and not forwarded and ":" not in str(folder)
         return str(folder) if reachable and folder.is_dir() else name
 
-    def description(self, name: str) -> str | None:
+    def architecture(self, name: str) -> str | None:
         """The architecture of a base model (`llama`), if its folder is here."""
         folder = self._folder(name, self._sources.get(name))
         try:

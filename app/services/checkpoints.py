@@ -1,7 +1,7 @@
 """Checkpoints by name: finding them for their owner, recording new ones, removing them.
 
-Responsible for the way from `tinker://` paths to records and folders, within one project. Not responsible for the contents
-of a folder (engines) or its place on disk (`store/artifacts.py`).
+Responsible for the way from `tinker://` paths to records and folders, within one project. Not responsible for the
+contents of a folder (engines) or its place on disk (`store/artifacts.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord
 
 logger = logging.getLogger(__name__)
+
+MAX_LISTED = 100_000
+"""Most checkpoints in an answer that has no pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,6 @@ class Checkpoints:
         """A fresh (checkpoint id, folder name)."""
         return self._artifacts.new_folder()
 
-    def folder_path(self, folder: str) -> str:
-        """The absolute path of a folder name, for workers."""
-        return str(self._artifacts.path(folder))
-
     def record_rows(self, new: NewCheckpoint, saved: SavedAdapter, with_optimizer: bool) -> Rows:
         """The rows that make a written folder a checkpoint.
 
@@ -140,7 +139,11 @@ class Checkpoints:
     async def delete(self, project_id: str, path: CheckpointPath) -> None:
         """Delete a checkpoint of this project. Raises `NotFound`."""
         record = await self.find(project_id, path, field="checkpoint_id")
-        folder = await self._store.write(lambda db: checkpoints.delete_checkpoint(db, record.checkpoint_id))
+        await self._remove(record.checkpoint_id)
+
+    async def _remove(self, checkpoint_id: str) -> None:
+        """Forget a checkpoint first, then remove its files: a row always means usable files."""
+        folder = await self._store.write(lambda db: checkpoints.delete_checkpoint(db, checkpoint_id))
         if folder is not None:
             await self.remove_folder(folder)
 
@@ -150,29 +153,20 @@ class Checkpoints:
         expires_at = None if ttl_seconds is None else self._clock() + timedelta(seconds=ttl_seconds)
         await self._store.write(lambda db: checkpoints.set_checkpoint_expiry(db, record.checkpoint_id, expires_at))
 
-    async def list_all(self, project_id: str, limit: int, offset: int) -> tuple[list[CheckpointRecord], int]:
-        """Named checkpoints of the project, newest first, and how many there are."""
-        return await self._store.read(
-            lambda db: checkpoints.list_checkpoints(db, project_id, limit=limit, offset=offset)
-        )
-
-    async def list_of_run(
-        self, project_id: str, model_id: str, limit: int, offset: int
+    async def page(
+        self, project_id: str, model_id: str | None, limit: int | None, offset: int
     ) -> tuple[list[CheckpointRecord], int]:
-        """As `list_all`, of one training run."""
+        """Named checkpoints of the project (or of one of its runs), newest first, and how many there are."""
+        most = MAX_LISTED if limit is None else limit
         return await self._store.read(
-            lambda db: checkpoints.list_checkpoints(db, project_id, model_id=model_id, limit=limit, offset=offset)
+            lambda db: checkpoints.list_checkpoints(db, project_id, model_id, limit=most, offset=offset)
         )
 
     async def sweep_expired(self) -> None:
         """Delete checkpoints past their time to live, and folders that were replaced by an overwrite."""
         expired = await self._store.read(lambda db: checkpoints.expired_checkpoints(db, self._clock()))
         for record in expired:
-            folder = await self._store.write(
-                lambda db, checkpoint_id=record.checkpoint_id: checkpoints.delete_checkpoint(db, checkpoint_id)
-            )
-            if folder is not None:
-                await self.remove_folder(folder)
+            await self._remove(record.checkpoint_id)
         replaced, self._replaced = self._replaced, []
         for folder in replaced:
             await self.remove_folder(folder)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from schemas.errors import Gone, NotFound
+from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
@@ -34,9 +34,7 @@ class Failed:
     """A failed future: what to tell the client."""
 
     record: OperationRecord
-    message: str
-    category: str
-    code: str
+    error: TinsmithError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,16 @@ Outcome = Ready | Failed | Pending
 
 
 class Futures:
-    """Long polls over the operation log. Results and failures can be fetched again and again until they expire."""
+    """Long polls over the operation log. Results and failures can be fetched again and again until they expire.
 
-    def __init__(self, store: Store, bodies: Bodies) -> None:
+    Args:
+        cancel: told which sample to drop; unknown ids are fine.
+    """
+
+    def __init__(self, store: Store, bodies: Bodies, cancel: Callable[[str], None]) -> None:
         self._store = store
         self._bodies = bodies
+        self._cancel = cancel
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._delivered: set[str] = set()
         self._closing = False
@@ -97,6 +100,20 @@ class Futures:
                 del self._waiters[request_id]
         return await self._outcome(record)
 
+    async def cancel(self, project_id: str, request_id: str) -> None:
+        """Drop a sample that nobody wants any more; one that is finished stays as it is.
+
+        Raises:
+            NotFound: unknown, or another project's.
+            InvalidRequest: not a sample. A training request cannot be taken back: later ones build on it.
+        """
+        record = await self._record(project_id, request_id)
+        if record.kind != "sample":
+            raise InvalidRequest(
+                f"request_id {request_id!r} is a {record.kind}; only samples can be cancelled", field="request_id"
+            )
+        self._cancel(request_id)
+
     async def _record(self, project_id: str, request_id: str) -> OperationRecord:
         record = await self._store.read(lambda db: log.get_operation(db, project_id, request_id))
         if record is None or record.state == "refused":
@@ -118,7 +135,7 @@ class Futures:
                 f"the result of {record.request_id!r} has expired", field="request_id", hint="submit the request again"
             )
         if record.error is not None:
-            outcome: Outcome = Failed(record, record.error.message, record.error.category, record.error.code)
+            outcome: Outcome = Failed(record, record.error)
         else:
             outcome = await self._ready(record)
         self._delivered.add(record.request_id)

@@ -1,7 +1,7 @@
 """What happens by itself: recovery at start-up, expiry, and the batched bookkeeping of activity.
 
-Responsible for one sweeper task and for what an earlier process left behind. Not responsible for the rules of what expires
-when (the settings) or for the rows themselves (`store`).
+Responsible for one sweeper task and for what an earlier process left behind. Not responsible for the rules of what
+expires when (the settings) or for the rows themselves (`store`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
+
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.checkpoints import Checkpoints
 from app.services.futures import Futures
@@ -68,8 +70,13 @@ class Housekeeping:
         self._keep_delivered = timedelta(seconds=keep_delivered)
         self._keep_undelivered = timedelta(seconds=keep_undelivered)
         self._clock = clock
+        self._seen: dict[str, datetime] = {}
         self._started = clock()
         self._task: asyncio.Task[None] | None = None
+
+    def touch(self, session_id: str) -> None:
+        """Note a sign of life of a session; written with the next sweep. Sessions that are over stay over."""
+        self._seen[session_id] = self._clock()
 
     async def recover(self) -> None:
         """Settle what an earlier process left: its live runs are lost, its unfinished samples run again."""
@@ -98,13 +105,13 @@ class Housekeeping:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._write_delivered()
+        await self._write_activity()
 
     async def sweep(self) -> None:
         """Do every duty once; one that fails does not keep the others from being done."""
         duties: list[Callable[[], Awaitable[None]]] = [
             self._operations.retry_unsettled,
-            self._write_delivered,
+            self._write_activity,
             self._expire_sessions,
             self._expire_results,
             self._saved.sweep_expired,
@@ -120,10 +127,21 @@ class Housekeeping:
             await asyncio.sleep(self._interval)
             await self.sweep()
 
-    async def _write_delivered(self) -> None:
+    async def _write_activity(self) -> None:
+        seen, self._seen = self._seen, {}
         delivered = self._futures.take_delivered()
-        if delivered:
-            await self._store.write(lambda db: log.mark_delivered(db, delivered, self._clock()))
+        if not seen and not delivered:
+            return
+
+        async def rows(db: AsyncSession) -> None:
+            await sessions.touch_sessions(db, seen)
+            await log.mark_delivered(db, delivered, self._clock())
+
+        try:
+            await self._store.write(rows)
+        except BaseException:
+            self._seen = {**seen, **self._seen}
+            raise
 
     async def _expire_sessions(self) -> None:
         now = self._clock()
@@ -131,9 +149,12 @@ class Housekeeping:
             return  # clients could not send signs of life while the server was down
         silent = await self._store.read(lambda db: sessions.silent_sessions(db, now - self._session_timeout))
         for session in silent:
-            session_id = session.session_id
+            if session.session_id not in self._seen:
+                await self._expire_session(session.session_id, now)
+
+    async def _expire_session(self, session_id: str, now: datetime) -> None:
+        if await self._store.write(lambda db: sessions.expire_session(db, session_id, now)):
             await self._runs.close_session(session_id)
-            await self._store.write(lambda db, session_id=session_id: sessions.expire_session(db, session_id, now))
             logger.info("session %s was silent for too long; its adapters are freed", session_id)
 
     async def _expire_results(self) -> None:

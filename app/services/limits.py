@@ -1,13 +1,14 @@
 """Checks against what a loaded base model can take: vocabulary and context.
 
-They refuse at the door what an engine would refuse later. While a base model is still loading nothing is known, so nothing
-is checked here; the engine always checks again.
+They refuse at the door what an engine would refuse later. While a base model is still loading nothing is known, so
+nothing is checked here; the engine always checks again.
 """
 
 from __future__ import annotations
 
+from app.codec import check_tokens
 from schemas.errors import InvalidRequest
-from schemas.operations import BaseModelInfo, Int64, Sample, TrainBatch
+from schemas.operations import BaseModelInfo, Sample, TrainBatch
 
 
 def check_batch(batch: TrainBatch, info: BaseModelInfo | None) -> None:
@@ -23,8 +24,7 @@ def check_batch(batch: TrainBatch, info: BaseModelInfo | None) -> None:
                 field=f"{field}.model_input",
                 code="context_too_long",
             )
-        _check_tokens(datum.tokens, info, f"{field}.model_input")
-        _check_tokens(datum.inputs["target_tokens"], info, f"{field}.loss_fn_inputs.target_tokens")
+    check_tokens(batch, info.vocab_size)
 
 
 def check_sample(sample: Sample, info: BaseModelInfo | None) -> None:
@@ -32,7 +32,7 @@ def check_sample(sample: Sample, info: BaseModelInfo | None) -> None:
     if info is None:
         return
     length, limit = len(sample.prompt), info.context_length
-    _check_tokens(sample.prompt, info, "prompt")
+    check_tokens(sample, info.vocab_size)
     wanted = sample.params.max_tokens
     if length + (wanted or 1) > limit:
         asked = "room for at least one token" if wanted is None else f"max_tokens {wanted}"
@@ -44,27 +44,12 @@ def check_sample(sample: Sample, info: BaseModelInfo | None) -> None:
         )
     for stop in sample.params.stop or ():
         if isinstance(stop, int) and stop >= info.vocab_size:
-            raise _outside(stop, info, "sampling_params.stop")
-    if sample.target_prompt_logprobs is not None:
-        _check_tokens(sample.target_prompt_logprobs, info, "target_prompt_logprobs", lowest=-1)
+            raise InvalidRequest(
+                f"sampling_params.stop holds token id {stop}; ids from 0 to {info.vocab_size - 1} are accepted",
+                field="sampling_params.stop",
+            )
     for field in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if getattr(sample, field) > info.vocab_size:
             raise InvalidRequest(
                 f"{field} {getattr(sample, field)} is more than the vocabulary of {info.vocab_size}", field=field
             )
-
-
-def _check_tokens(tokens: Int64, info: BaseModelInfo, field: str, lowest: int = 0) -> None:
-    if tokens.size == 0:
-        return
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < lowest or high >= info.vocab_size:
-        raise _outside(low if low < lowest else high, info, field)
-
-
-def _outside(token: int, info: BaseModelInfo, field: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{field} contains token id {token}; ids from 0 to {info.vocab_size - 1} are accepted",
-        field=field,
-        code="token_out_of_range",
-    )

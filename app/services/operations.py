@@ -1,8 +1,8 @@
 """The life of an operation: accepted durably, run once, finished durably, its waiters woken.
 
-Responsible for exactly-once acceptance under a natural key and for writing results beside the operation. Not responsible
-for what an operation means (`training.py`, `sampling.py`), for its order (`workers/runtime.py`) or for delivery
-(`futures.py`).
+Responsible for accepting exactly once under a natural key and for writing results beside the operation. Not
+responsible for what an operation means (`training.py`, `weights.py`, `sampling.py`), for its order
+(`workers/runtime.py`) or for delivery (`futures.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.codec import decode_operation
 from schemas.errors import EngineFailure, InvalidRequest, TinsmithError, Unavailable
 from schemas.http.base import MAX_INT64
-from schemas.operations import Operation, OperationResult
+from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SaveWeights
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
@@ -44,8 +45,8 @@ class Submission:
     """One request on its way into the log.
 
     `digest` is of what the client sent, not of what the server drew (seeds, folders), so that a retry matches it.
-    `model_id` is None for samples. `guard` runs in the transaction, only if the operation is new: what it raises refuses
-    the request and leaves nothing behind.
+    `body` is its canonical stored form. `model_id` is None for samples. `guard` runs in the transaction, only if the
+    operation is new: what it raises refuses the request and leaves nothing behind.
     """
 
     project_id: str
@@ -57,8 +58,6 @@ class Submission:
     runtime: ModelRuntime
     model_id: str | None
     guard: Rows
-    load: Callable[[bytes], Operation]
-    """Decodes the stored body; runs in a thread."""
     finish: Callable[[OperationResult], Finished]
     """Encodes the result; runs in a thread."""
     creates: bool = False
@@ -73,6 +72,7 @@ class Operations:
     """Accepts operations and settles them.
 
     Args:
+        folder_path: turns the name of a checkpoint folder into a path for workers.
         new_id: makes request ids of at least 128 random bits.
         clock: the time, aware UTC.
         wake: called with a request id once its outcome is durable.
@@ -83,12 +83,14 @@ class Operations:
         store: Store,
         bodies: Bodies,
         *,
+        folder_path: Callable[[str], str],
         new_id: Callable[[], str],
         clock: Callable[[], datetime],
         wake: Callable[[str], None],
     ) -> None:
         self._store = store
         self._bodies = bodies
+        self._folder_path = folder_path
         self._new_id = new_id
         self._clock = clock
         self._wake = wake
@@ -154,7 +156,8 @@ class Operations:
 
         async def load() -> Operation:
             data = await self._bodies.get(record.body)
-            return await asyncio.to_thread(submission.load, data)
+            operation = await asyncio.to_thread(decode_operation, record.kind, data)
+            return with_folder(operation, self._folder_path)
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
             await self._settle(record.request_id, submission, outcome)
@@ -162,6 +165,8 @@ class Operations:
         seq_id = None
         if submission.model_id is not None:
             seq_id = 0 if submission.creates else record.seq_id
+            if submission.creates:
+                submission.runtime.open_model(submission.model_id)
         submission.runtime.submit(
             Ticket(
                 request_id=record.request_id,
@@ -177,6 +182,12 @@ class Operations:
         """Why a pending operation is not done yet, in words for its client."""
         live = self._live.get(request_id)
         return QueueState("active", None) if live is None else live[0].waiting(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a sample; ids that no runtime has are ignored."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live[0].cancel(request_id)
 
     def cancel_samples_of(self, session_id: str) -> None:
         """Drop the unfinished samples of a session that is over."""
@@ -212,7 +223,10 @@ class Operations:
     async def _settle(self, request_id: str, submission: Submission, outcome: OperationResult | TinsmithError) -> None:
         if self._stopping and submission.model_id is None and isinstance(outcome, Unavailable):
             return
-        error = outcome if isinstance(outcome, TinsmithError) else await self._write_result(request_id, submission, outcome)
+        if isinstance(outcome, TinsmithError):
+            error: TinsmithError | None = outcome
+        else:
+            error = await self._write_result(request_id, submission, outcome)
         if error is not None and not await self._write_failure(request_id, submission, error):
             self._unsettled[request_id] = (submission, error)
             return
@@ -277,3 +291,12 @@ async def next_seq(db: AsyncSession, scope: str) -> int:
     if highest is not None and highest >= MAX_INT64:
         raise InvalidRequest("no seq_id is left in this model: the largest one was used", field="seq_id")
     return 1 if highest is None else highest + 1
+
+
+def with_folder(operation: Operation, folder_path: Callable[[str], str]) -> Operation:
+    """Turn the folder name inside a stored operation into a path for workers: the log never holds absolute paths."""
+    if isinstance(operation, SaveWeights | LoadWeights):
+        return replace(operation, folder=folder_path(operation.folder))
+    if isinstance(operation, Sample) and operation.adapter_folder is not None:
+        return replace(operation, adapter_folder=folder_path(operation.adapter_folder))
+    return operation

@@ -33,9 +33,7 @@ class ListedRun:
 class Runs:
     """Training runs of all projects; every method is told whose."""
 
-    def __init__(
-        self, store: Store, models: BaseModels, operations: Operations, clock: Callable[[], datetime]
-    ) -> None:
+    def __init__(self, store: Store, models: BaseModels, operations: Operations, clock: Callable[[], datetime]) -> None:
         self._store = store
         self._models = models
         self._operations = operations

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.codec.operations import decode_operation, encode_operation
-from app.codec.samples import sample_of
+from app.codec import (
+    CodecLimits,
+    ParsedSample,
+    decode_context,
+    decode_operation,
+    encode_operation,
+    encode_result,
+    sample_operation,
+)
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints
 from app.services.limits import check_sample
-from app.services.operations import Operations, Rows, Submission
+from app.services.operations import Finished, Operations, Submission
 from app.services.paths import sampler_id_of
 from app.services.runs import require_active, sampler_scope
-from app.services.training import encoded_result, request_digest, with_folder
+from app.services.training import request_digest
 from schemas.errors import InvalidRequest, NotFound, TinsmithError
-from schemas.operations import Operation, Sample
+from schemas.operations import OperationResult, Sample
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
 from store import checkpoints, samplers
+from store.bodies import Bodies
 from store.database import Store
 from store.records import OperationRecord, SamplerRecord
 
@@ -48,12 +56,14 @@ class Sampling:
         self,
         *,
         store: Store,
+        bodies: Bodies,
         models: BaseModels,
         operations: Operations,
         checkpoints: Checkpoints,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
+        self._bodies = bodies
         self._models = models
         self._operations = operations
         self._checkpoints = checkpoints
@@ -102,28 +112,32 @@ class Sampling:
         record = await self._sampler(project_id, sampler_id, field="sampler_id")
         return SamplerView(record.sampler_id, record.base_model, record.model_path)
 
-    async def sample(self, project_id: str, request: SampleRequest) -> OperationRecord:
+    async def sample(self, project_id: str, request: SampleRequest, limits: CodecLimits) -> OperationRecord:
         """Accept one sample request.
 
         Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
         """
         sampler = await self._sampler(project_id, request.sampling_session_id, field="sampling_session_id")
         runtime = self._models.runtime(sampler.base_model)
-        sample = await asyncio.to_thread(sample_of, request)
-        check_sample(sample, runtime.info)
         folder = await self._store.read(lambda db: self._folder(db, sampler))
+        parsed, body = await asyncio.to_thread(_decode, request, folder, limits)
+        check_sample(parsed.operation, runtime.info)
 
         async def guard(db: AsyncSession) -> None:
             await require_active(db, project_id, sampler.session_id)
 
         return await self._operations.accept(
-            self._submission(
+            Submission(
                 project_id=project_id,
-                sampler=sampler,
+                kind=KIND,
+                scope=sampler_scope(sampler.sampler_id),
                 seq_id=request.seq_id,
-                digest=request_digest(KIND, request),
-                body=encode_operation(_in_folder(sample, folder)),
+                digest=request_digest(request),
+                body=body,
+                runtime=runtime,
+                model_id=None,
                 guard=guard,
+                finish=_finish(parsed.operation, parsed.sparse_targets),
             )
         )
 
@@ -132,47 +146,32 @@ class Sampling:
         sampler_id = record.scope.partition(":")[2]
         try:
             sampler = await self._sampler(record.project_id, sampler_id, field="sampling_session_id")
-            self._models.runtime(sampler.base_model)
+            runtime = self._models.runtime(sampler.base_model)
+            body = await self._bodies.get(record.body)
         except TinsmithError as error:
             await self._operations.fail_now([record.request_id], error)
             return
+        operation = decode_operation(KIND, body)
+        if not isinstance(operation, Sample):
+            raise TypeError(f"{record.request_id} is logged as a sample, but holds a {type(operation).__name__}")
+        sparse = bool(decode_context(KIND, body).get("sparse_targets"))
 
-        async def nothing(db: AsyncSession) -> None:
-            """The operation is in the log already."""
+        async def guard(db: AsyncSession) -> None:
+            """Nothing to check: the operation is in the log already."""
 
-        submission = self._submission(
+        submission = Submission(
             project_id=record.project_id,
-            sampler=sampler,
+            kind=KIND,
+            scope=record.scope,
             seq_id=record.seq_id,
             digest=record.digest,
-            body=b"",
-            guard=nothing,
-        )
-        self._operations.dispatch(record, submission)
-
-    def _submission(
-        self,
-        *,
-        project_id: str,
-        sampler: SamplerRecord,
-        seq_id: int | None,
-        digest: str,
-        body: bytes,
-        guard: Rows,
-    ) -> Submission:
-        return Submission(
-            project_id=project_id,
-            kind=KIND,
-            scope=sampler_scope(sampler.sampler_id),
-            seq_id=seq_id,
-            digest=digest,
             body=body,
-            runtime=self._models.runtime(sampler.base_model),
+            runtime=runtime,
             model_id=None,
             guard=guard,
-            load=self._load,
-            finish=encoded_result,
+            finish=_finish(operation, sparse),
         )
+        self._operations.dispatch(record, submission)
 
     async def _sampler(self, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
         record = await self._store.read(lambda db: samplers.get_sampler(db, project_id, sampler_id))
@@ -193,12 +192,20 @@ class Sampling:
             )
         return checkpoint.folder
 
-    def _load(self, body: bytes) -> Operation:
-        return with_folder(decode_operation(body), self._checkpoints.folder_path)
+
+def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> tuple[ParsedSample, bytes]:
+    parsed = sample_operation(request, adapter_folder=folder, limits=limits)
+    return parsed, encode_operation(KIND, parsed.operation, {"sparse_targets": parsed.sparse_targets})
 
 
-def _in_folder(sample: Sample, folder: str | None) -> Sample:
-    return replace(sample, adapter_folder=folder)
+def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult], Finished]:
+    targets = sample.target_prompt_logprobs if sparse_targets else None
+
+    def finish(outcome: OperationResult) -> Finished:
+        data, content_type = encode_result(KIND, outcome, sparse_targets=targets)
+        return Finished(data, content_type)
+
+    return finish
 
 
 def sequence_ids(record: OperationRecord, num_samples: int) -> list[str]:

@@ -1,47 +1,45 @@
 """What the training requests mean: creating a run, forward, forward_backward, optim_step, zero_grad.
 
-Responsible for turning validated requests into operations and their results into answers. Not responsible for saving and
-loading (`weights.py`), for the log (`operations.py`) or for order (`workers/runtime.py`).
+Responsible for turning requests into operations and their results into answers. Not responsible for saving and loading
+(`weights.py`), for the log (`operations.py`) or for order (`workers/runtime.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
-from typing import Any
 
-import orjson
-from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.codec.operations import decode_operation, digest, encode_operation
-from app.codec.results import encode_result
+from app.codec import (
+    CodecLimits,
+    ParsedForwardBackward,
+    decode_forward_backward,
+    digest,
+    encode_operation,
+    encode_request,
+    encode_result,
+    lora_spec,
+    optim_step_operation,
+)
 from app.services.base_models import BaseModels
 from app.services.limits import check_batch
-from app.services.operations import Finished, Operations, Submission
+from app.services.operations import Finished, Operations, Rows, Submission
 from app.services.paths import model_id_of
 from app.services.runs import Runs, model_scope, require_active
 from schemas.errors import InvalidRequest
-from schemas.http.training import adam_values
-from schemas.operations import (
-    CreateModel,
-    LoraSpec,
-    Operation,
-    OperationResult,
-    OptimStep,
-    OptimStepParams,
-    TrainBatch,
-    ZeroGrad,
-)
-from schemas.requests import CreateModelRequest, OptimStepRequest, RequestModel, ZeroGradRequest
-from schemas.responses import CreateModelResult, OptimStepResult, ZeroGradResult
+from schemas.http.base import RequestModel, ResponseModel
+from schemas.operations import CreateModel, LoraSpec, Operation, OperationResult, ZeroGrad
+from schemas.requests import CreateModelRequest, OptimStepRequest, ZeroGradRequest
+from schemas.responses import CreateModelResult
 from store import runs as run_rows
 from store import sessions
 from store.database import Store
 from store.records import OperationRecord
 
-JSON_TYPE = "application/json"
+DECODERS = 4
+"""Training batches that are decoded at once: each is CPU work and holds its body in memory."""
 
 
 class Training:
@@ -70,6 +68,7 @@ class Training:
         self._max_rank = max_rank
         self._draw_seed = draw_seed
         self._clock = clock
+        self._decoding = asyncio.Semaphore(DECODERS)
 
     async def create_model(self, project_id: str, request: CreateModelRequest) -> tuple[OperationRecord, str]:
         """Begin a training run; returns the operation and the model id.
@@ -109,94 +108,77 @@ class Training:
                 kind="create_model",
                 scope=creation_scope(session_id),
                 seq_id=request.model_seq_id,
-                digest=request_digest("create_model", request),
-                body=encode_operation(CreateModel(lora)),
+                digest=request_digest(request),
+                body=encode_operation("create_model", CreateModel(lora)),
                 runtime=runtime,
                 model_id=model_id,
                 creates=True,
                 guard=guard,
-                load=decode_operation,
-                finish=lambda _: json_result(CreateModelResult(model_id=model_id), ready),
+                finish=lambda _: json_result("create_model", CreateModelResult(model_id=model_id), ready),
                 failed=failed,
             )
         )
         return record, model_id
 
     async def forward_backward(
-        self, project_id: str, model_id: str, seq_id: int | None, batch: TrainBatch, body: bytes
-    ) -> OperationRecord:
-        """Accept one forward or forward_backward; `body` is its canonical form (see `app/codec`).
+        self, project_id: str, body: bytes, content_type: str, limits: CodecLimits, *, forward: bool
+    ) -> tuple[OperationRecord, str]:
+        """Accept one forward or forward_backward; returns the operation and the model id.
 
-        Raises: `NotFound`, `ModelLost`, `Gone`, `InvalidRequest`, `SeqIdConflict`.
+        Args:
+            body: as read off the wire, decompressed.
+            forward: the route is `forward`.
+
+        Raises: `NotFound`, `ModelLost`, `Gone`, `InvalidRequest`, `SeqIdConflict`, `UnsupportedMediaType`.
         """
+        async with self._decoding:
+            parsed, canonical = await asyncio.to_thread(_decode, body, content_type, limits, forward)
+        model_id = parsed.model_id
         run = await self._runs.owned(project_id, model_id)
         runtime = self._runs.runtime(run)
-        check_batch(batch, runtime.info)
-        kind = "forward_backward" if batch.backward else "forward"
-        return await self._operations.accept(
+        check_batch(parsed.batch, runtime.info)
+        kind = _batch_kind(parsed)
+        record = await self._operations.accept(
             Submission(
                 project_id=project_id,
                 kind=kind,
                 scope=model_scope(model_id),
-                seq_id=seq_id,
-                digest=digest(body),
-                body=body,
+                seq_id=parsed.seq_id,
+                digest=digest(canonical),
+                body=canonical,
                 runtime=runtime,
                 model_id=model_id,
                 guard=self._runs.guard(project_id, model_id),
-                load=decode_operation,
-                finish=encoded_result,
+                finish=encoded_result(kind),
             )
         )
+        return record, model_id
 
     async def optim_step(self, project_id: str, request: OptimStepRequest) -> OperationRecord:
         """Accept one optimizer step. Raises as `forward_backward`."""
-        values = adam_values(request)
-        params = OptimStepParams(
-            lr=values["learning_rate"],
-            betas=(values["beta1"], values["beta2"]),
-            eps=values["eps"],
-            weight_decay=values["weight_decay"],
-        )
-        step = OptimStep(params, grad_clip_norm=values["grad_clip_norm"])
-        return await self._simple(project_id, "optim_step", request.model_id, request.seq_id, request, step, _stepped)
+        operation = optim_step_operation(request)
+        return await self._simple(project_id, "optim_step", request, operation)
 
     async def zero_grad(self, project_id: str, request: ZeroGradRequest) -> OperationRecord:
         """Accept a clearing of the accumulated gradient. Raises as `forward_backward`."""
-        return await self._simple(
-            project_id,
-            "zero_grad",
-            request.model_id,
-            request.seq_id,
-            request,
-            ZeroGrad(),
-            lambda _: json_result(ZeroGradResult()),
-        )
+        return await self._simple(project_id, "zero_grad", request, ZeroGrad())
 
     async def _simple(
-        self,
-        project_id: str,
-        kind: str,
-        model_id: str,
-        seq_id: int | None,
-        request: RequestModel,
-        operation: Operation,
-        finish: Callable[[OperationResult], Finished],
+        self, project_id: str, kind: str, request: OptimStepRequest | ZeroGradRequest, operation: Operation
     ) -> OperationRecord:
-        run = await self._runs.owned(project_id, model_id)
+        run = await self._runs.owned(project_id, request.model_id)
         return await self._operations.accept(
             Submission(
                 project_id=project_id,
                 kind=kind,
-                scope=model_scope(model_id),
-                seq_id=seq_id,
-                digest=request_digest(kind, request),
-                body=encode_operation(operation),
+                scope=model_scope(run.model_id),
+                seq_id=request.seq_id,
+                digest=request_digest(request),
+                body=encode_operation(kind, operation),
                 runtime=self._runs.runtime(run),
-                model_id=model_id,
-                guard=self._runs.guard(project_id, model_id),
-                load=decode_operation,
-                finish=finish,
+                model_id=run.model_id,
+                guard=self._runs.guard(project_id, run.model_id),
+                finish=encoded_result(kind),
             )
         )
 
@@ -207,13 +189,7 @@ class Training:
                 f"lora_config.rank {wanted.rank} is over this server's limit; 1 to {self._max_rank} is accepted",
                 field="lora_config.rank",
             )
-        return LoraSpec(
-            rank=wanted.rank,
-            seed=self._draw_seed() if wanted.seed is None else wanted.seed,
-            train_attn=wanted.train_attn,
-            train_mlp=wanted.train_mlp,
-            train_unembed=wanted.train_unembed,
-        )
+        return lora_spec(wanted, self._draw_seed)
 
     async def _require_session(self, project_id: str, session_id: str) -> None:
         """Hide other projects' sessions before the log is asked about their scope."""
@@ -222,37 +198,36 @@ class Training:
             await self._store.read(lambda db: require_active(db, project_id, session_id))
 
 
+def _decode(body: bytes, content_type: str, limits: CodecLimits, forward: bool) -> tuple[ParsedForwardBackward, bytes]:
+    parsed = decode_forward_backward(body, content_type, limits, forward=forward)
+    return parsed, encode_operation(_batch_kind(parsed), parsed.batch)
+
+
+def _batch_kind(parsed: ParsedForwardBackward) -> str:
+    return "forward" if parsed.forward_only else "forward_backward"
+
+
 def creation_scope(session_id: str) -> str:
     """The scope in which the training runs of a session are numbered, however they are created."""
     return f"session:{session_id}:train"
 
 
-def request_digest(kind: str, request: BaseModel) -> str:
-    """What a repeat of a JSON request is recognised by: everything the client said, in a canonical order."""
-    said: dict[str, Any] = request.model_dump(mode="json")
-    return digest(kind.encode() + b"\n" + orjson.dumps(said, option=orjson.OPT_SORT_KEYS))
+def request_digest(request: RequestModel) -> str:
+    """What a repeat of a JSON request is recognised by: everything that the client said."""
+    return digest(encode_request(request))
 
 
-def json_result(answer: BaseModel, rows: Any = None) -> Finished:
-    """A JSON result; fields that are None are left out."""
-    return Finished(answer.model_dump_json(exclude_none=True).encode(), JSON_TYPE, rows)
+def json_result(kind: str, answer: ResponseModel, rows: Rows | None = None) -> Finished:
+    """A result that the server puts together itself, and the rows that become true with it."""
+    data, content_type = encode_result(kind, answer)
+    return Finished(data, content_type, rows)
 
 
-def encoded_result(outcome: OperationResult) -> Finished:
-    """A protobuf result."""
-    data, content_type = encode_result(outcome)
-    return Finished(data, content_type)
+def encoded_result(kind: str) -> Callable[[OperationResult], Finished]:
+    """What encodes results that are sent just as the engine computed them."""
 
+    def finish(outcome: OperationResult) -> Finished:
+        data, content_type = encode_result(kind, outcome)
+        return Finished(data, content_type)
 
-def _stepped(outcome: OperationResult) -> Finished:
-    metrics = getattr(outcome, "metrics", {})
-    return json_result(OptimStepResult(metrics=dict(metrics)))
-
-
-def with_folder(operation: Operation, resolve: Callable[[str], str]) -> Operation:
-    """Turn the folder names inside a stored operation into paths for workers; rows never hold absolute paths."""
-    for name in ("folder", "adapter_folder"):
-        folder = getattr(operation, name, None)
-        if folder is not None:
-            return replace(operation, **{name: resolve(folder)})  # type: ignore[arg-type]
-    return operation
+    return finish

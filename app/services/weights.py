@@ -1,7 +1,7 @@
 """What saving and loading mean: checkpoints of a run, runs from a checkpoint, weights for sampling.
 
-Responsible for the requests `save_weights`, `load_weights` and `save_weights_for_sampler`. Not responsible for checkpoint
-rows (`checkpoints.py`), for the log (`operations.py`) or for what is in a folder (engines).
+Responsible for the requests `save_weights`, `load_weights` and `save_weights_for_sampler`. Not responsible for
+checkpoint rows (`checkpoints.py`), for the log (`operations.py`) or for what is in a folder (engines).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.codec.operations import decode_operation, encode_operation
+from app.codec import encode_operation
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, NewCheckpoint
 from app.services.operations import Finished, Operations, Submission
 from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
 from app.services.runs import Runs, model_scope, require_active
-from app.services.training import creation_scope, json_result, request_digest, with_folder
+from app.services.training import creation_scope, json_result, request_digest
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.http.base import RequestModel
-from schemas.operations import LoadWeights, Operation, OperationResult, SavedAdapter, SaveWeights
+from schemas.operations import LoadWeights, OperationResult, SavedAdapter, SaveWeights
 from schemas.requests import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
 from schemas.responses import LoadWeightsResult, SaveWeightsForSamplerResult, SaveWeightsResult
 from store import runs as run_rows
@@ -62,7 +62,7 @@ class Weights:
 
         def finish(outcome: OperationResult) -> Finished:
             rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=True)
-            return json_result(SaveWeightsResult(path=str(path)), rows)
+            return json_result("save_weights", SaveWeightsResult(path=str(path)), rows)
 
         return await self._accept_save(project_id, "save_weights", run, request, request.seq_id, new, finish)
 
@@ -77,7 +77,7 @@ class Weights:
         def finish_named(outcome: OperationResult) -> Finished:
             rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
             path = CheckpointPath(run.model_id, "sampler", new.name or "")
-            return json_result(SaveWeightsForSamplerResult(path=str(path)), rows)
+            return json_result("save_weights_for_sampler", SaveWeightsForSamplerResult(path=str(path)), rows)
 
         def finish_ephemeral(outcome: OperationResult) -> Finished:
             record = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
@@ -98,7 +98,8 @@ class Weights:
                     now=self._clock(),
                 )
 
-            return json_result(SaveWeightsForSamplerResult(sampling_session_id=sampler_id), rows)
+            result = SaveWeightsForSamplerResult(sampling_session_id=sampler_id)
+            return json_result("save_weights_for_sampler", result, rows)
 
         finish = finish_ephemeral if request.path is None else finish_named
         return await self._accept_save(
@@ -148,12 +149,11 @@ class Weights:
                 kind=kind,
                 scope=model_scope(run.model_id),
                 seq_id=seq_id,
-                digest=request_digest(kind, request),
-                body=encode_operation(SaveWeights(folder=new.folder, with_optimizer=new.kind == "training")),
+                digest=request_digest(request),
+                body=encode_operation(kind, SaveWeights(folder=new.folder, with_optimizer=new.kind == "training")),
                 runtime=self._runs.runtime(run),
                 model_id=run.model_id,
                 guard=guard,
-                load=self._load,
                 finish=finish,
                 cleanup=lambda: self._checkpoints.remove_folder(new.folder),
             )
@@ -183,13 +183,12 @@ class Weights:
                 kind="load_weights",
                 scope=model_scope(model_id),
                 seq_id=request.seq_id,
-                digest=request_digest("load_weights", request),
-                body=encode_operation(LoadWeights(checkpoint.folder, request.optimizer, create=False)),
+                digest=request_digest(request),
+                body=encode_operation("load_weights", LoadWeights(checkpoint.folder, request.optimizer, create=False)),
                 runtime=self._runs.runtime(run),
                 model_id=model_id,
                 guard=self._runs.guard(project_id, model_id),
-                load=self._load,
-                finish=lambda _: json_result(LoadWeightsResult(path=request.path, model_id=model_id)),
+                finish=lambda _: json_result("load_weights", LoadWeightsResult(path=request.path, model_id=model_id)),
             )
         )
 
@@ -231,7 +230,7 @@ class Weights:
                 await run_rows.set_run_lora(db, model_id, lora)
                 await run_rows.set_run_state(db, model_id, "ready")
 
-            return json_result(LoadWeightsResult(path=request.path, model_id=model_id), rows)
+            return json_result("load_weights", LoadWeightsResult(path=request.path, model_id=model_id), rows)
 
         record = await self._operations.accept(
             Submission(
@@ -239,13 +238,12 @@ class Weights:
                 kind="load_weights",
                 scope=creation_scope(session_id),
                 seq_id=model_seq_id,
-                digest=request_digest("load_weights", request),
-                body=encode_operation(LoadWeights(checkpoint.folder, request.optimizer, create=True)),
+                digest=request_digest(request),
+                body=encode_operation("load_weights", LoadWeights(checkpoint.folder, request.optimizer, create=True)),
                 runtime=runtime,
                 model_id=model_id,
                 creates=True,
                 guard=guard,
-                load=self._load,
                 finish=finish,
                 failed=failed,
             )
@@ -270,9 +268,6 @@ class Weights:
                 code="no_optimizer_state",
             )
         return checkpoint
-
-    def _load(self, body: bytes) -> Operation:
-        return with_folder(decode_operation(body), self._checkpoints.folder_path)
 
 
 def _saved(outcome: OperationResult) -> SavedAdapter:

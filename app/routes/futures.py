@@ -1,0 +1,76 @@
+"""Futures: what came of a submitted request.
+
+A poll is held until there is an outcome, or for a while. A failed job is a success of HTTP: clients would retry a 5xx
+for ever, and a 4xx tells them nothing about the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from app.codec import proto_result_to_json
+from app.codec.forward_backward import JSON, PROTOBUF
+from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
+from app.routes.bodies import read_model
+from app.services.futures import Failed, Pending, Ready
+from app.services.runs import session_of_scope
+from schemas.requests import CancelFutureRequest, RetrieveFutureRequest
+from schemas.responses import FailedFuture, TryAgain
+
+router = APIRouter(tags=["futures"])
+
+
+@router.post("/retrieve_future", operation_id="retrieve_future", response_model=None)
+async def retrieve_future(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> Response:
+    """The outcome of a request, as often as it is asked for until it expires."""
+    body = await read_model(request, settings, RetrieveFutureRequest)
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    outcome = await services.futures.retrieve(principal.project_id, body.request_id, settings.poll_hold, disconnected)
+    services.housekeeping.touch(session_of_scope(outcome.record.scope))
+    match outcome:
+        case Pending(record):
+            queue = services.operations.queue_state(record.request_id)
+            again = TryAgain(request_id=record.request_id, queue_state=queue.state, queue_state_reason=queue.reason)
+            return Response(again.model_dump_json(), 408, media_type=JSON)
+        case Failed(record, error):
+            failed = FailedFuture(
+                error=error.message,
+                category=error.category,
+                code=error.code,
+                field=error.field,
+                hint=error.hint,
+                request_id=record.request_id,
+            )
+            return Response(failed.model_dump_json(exclude_none=True), 200, media_type=JSON)
+        case Ready():
+            return await _deliver(outcome, request.headers.get("accept", ""))
+
+
+@router.post("/cancel_future", operation_id="cancel_future", status_code=204)
+async def cancel_future(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> Response:
+    """Drop a sample that nobody wants any more. One that is finished stays as it is."""
+    body = await read_model(request, settings, CancelFutureRequest)
+    await services.futures.cancel(principal.project_id, body.request_id)
+    return Response(status_code=204)
+
+
+async def _deliver(outcome: Ready, accept: str) -> Response:
+    if outcome.content_type != PROTOBUF or PROTOBUF in accept:
+        return Response(outcome.data, 200, media_type=outcome.content_type)
+    text = await asyncio.to_thread(_as_json, outcome)
+    return Response(text, 200, media_type=JSON)
+
+
+def _as_json(outcome: Ready) -> bytes:
+    return orjson.dumps(proto_result_to_json(outcome.record.kind, outcome.data))

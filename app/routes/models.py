@@ -1,0 +1,46 @@
+"""Models: beginning a training run, and asking what one is."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
+from app.routes.bodies import read_model
+from schemas.requests import CreateModelRequest, GetInfoRequest
+from schemas.responses import GetInfoResponse, ModelData, UntypedPromise
+
+router = APIRouter(tags=["training"])
+
+_FORWARDING = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+
+
+@router.post("/create_model", operation_id="create_model", response_model_exclude_none=True)
+async def create_model(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> UntypedPromise:
+    """Begin a training run on a base model; its id is `{session_id}:train:{model_seq_id}`."""
+    body = await read_model(request, settings, CreateModelRequest)
+    record, model_id = await services.training.create_model(principal.project_id, body)
+    services.housekeeping.touch(body.session_id)
+    return UntypedPromise(request_id=record.request_id, model_id=model_id)
+
+
+@router.post("/get_info", operation_id="get_info", response_model_exclude_none=True)
+async def get_info(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> GetInfoResponse:
+    """What a model was made of."""
+    body = await read_model(request, settings, GetInfoRequest)
+    run = await services.runs.owned(principal.project_id, body.model_id)
+    forwarded = any(name in request.headers for name in _FORWARDING)
+    host = request.client.host if request.client else None
+    return GetInfoResponse(
+        model_id=run.model_id,
+        model_data=ModelData(
+            arch=services.models.architecture(run.base_model),
+            model_name=run.base_model,
+            tokenizer_id=services.models.tokenizer_id(run.base_model, host, forwarded),
+        ),
+        lora_rank=None if run.lora is None else run.lora.rank,
+        model_name=run.base_model,
+    )

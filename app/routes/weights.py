@@ -1,0 +1,86 @@
+"""Saving and loading weights."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
+from app.routes.bodies import numbered, parse_model, read_model
+from app.services import Services
+from app.services.paths import session_of
+from schemas.requests import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    WeightsInfoRequest,
+)
+from schemas.responses import UntypedPromise, WeightsInfoResponse
+
+router = APIRouter(tags=["weights"])
+
+
+@router.post("/save_weights", operation_id="save_weights", response_model_exclude_none=True)
+async def save_weights(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> UntypedPromise:
+    """Save a training checkpoint: the adapter and its optimizer state."""
+
+    async def accept(body: bytes) -> UntypedPromise:
+        parsed = parse_model(request, body, SaveWeightsRequest)
+        record = await services.weights.save(principal.project_id, parsed)
+        return _promise(services, record.request_id, parsed.model_id)
+
+    return await numbered(request, settings, services, principal, accept)
+
+
+@router.post("/save_weights_for_sampler", operation_id="save_weights_for_sampler", response_model_exclude_none=True)
+async def save_weights_for_sampler(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> UntypedPromise:
+    """Save weights for sampling, under a name or straight into a new sampling session."""
+
+    async def accept(body: bytes) -> UntypedPromise:
+        parsed = parse_model(request, body, SaveWeightsForSamplerRequest)
+        record = await services.weights.save_for_sampler(principal.project_id, parsed)
+        return _promise(services, record.request_id, parsed.model_id)
+
+    return await numbered(request, settings, services, principal, accept)
+
+
+@router.post("/load_weights", operation_id="load_weights", response_model_exclude_none=True)
+async def load_weights(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> UntypedPromise:
+    """Load a checkpoint into a model, or create a model from it.
+
+    Without `optimizer`, the model gets fresh optimizer moments; the accumulated gradient is cleared in any case.
+    """
+
+    async def accept(body: bytes) -> UntypedPromise:
+        parsed = parse_model(request, body, LoadWeightsRequest)
+        record, model_id = await services.weights.load(principal.project_id, parsed)
+        return _promise(services, record.request_id, model_id)
+
+    return await numbered(request, settings, services, principal, accept)
+
+
+@router.post("/weights_info", operation_id="weights_info", response_model_exclude_none=True)
+async def weights_info(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> WeightsInfoResponse:
+    """The base model and the geometry of a checkpoint: what it takes to make a model that can load it."""
+    body = await read_model(request, settings, WeightsInfoRequest)
+    checkpoint = await services.checkpoints.resolve(principal.project_id, body.tinker_path, field="tinker_path")
+    return WeightsInfoResponse(
+        base_model=checkpoint.base_model,
+        is_lora=True,
+        lora_rank=checkpoint.lora.rank,
+        train_unembed=checkpoint.lora.train_unembed,
+        train_mlp=checkpoint.lora.train_mlp,
+        train_attn=checkpoint.lora.train_attn,
+    )
+
+
+def _promise(services: Services, request_id: str, model_id: str) -> UntypedPromise:
+    services.housekeeping.touch(session_of(model_id))
+    return UntypedPromise(request_id=request_id, model_id=model_id)
