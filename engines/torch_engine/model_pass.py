@@ -50,7 +50,7 @@ class ModelPass:
         """
         tokens = tokens.to(self.device)
         new, before = tokens.shape[1], cache.length
-        arguments: dict[str, Any] = {"past_key_values": cache.cache, "use_cache": True}
+        arguments: dict[str, Any] = {"cache": cache.cache, "use_cache": True}
         arguments["attention_mask"] = cache.mask(new, self.device)
         if self._takes_positions:
             arguments["position_ids"] = cache.positions(new, self.device)
@@ -63,7 +63,9 @@ class ModelPass:
             if self.plain:
                 cache.rollback(before)
             raise
-        cache.cache = output.past_key_values
+        if output.cache is None:
+            raise EngineFailure(f"{type(self._model).__name__} keeps no cache, so it cannot be sampled")
+        cache.cache = output.cache
         cache.length = before + new
         logits: Tensor = output.logits[:, -keep:]
         return logits

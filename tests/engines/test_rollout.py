@@ -1,0 +1,522 @@
+"""The torch rollout engine against Hugging Face's own `generate` and teacher-forced passes, on a tiny random Llama."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
+
+from engines.lora import AdapterWeights, Router, attach, init_adapter, linear_families
+from engines.peft_format import write_adapter
+from engines.torch_engine import generation, model_pass
+from engines.torch_engine.rollout import TorchRollout
+from schemas.errors import EngineFailure, InvalidRequest, OutOfMemory, TinsmithError
+from schemas.operations import LoraSpec, Sample, SampledSequence, SampleResult, SamplingParams
+from tests.support.tiny_model import make_tiny_model
+
+PROMPTS = [[5, 9, 200], [17] * 23, list(range(60, 71)), [250], list(range(3, 43))]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, stop=())
+
+
+@dataclass
+class World:
+    """One base model with a router, an untouched twin of it, and two saved adapters."""
+
+    model: Any
+    router: Router
+    twin: Any
+    tokenizer: Any
+    adapters: dict[str, AdapterWeights]
+    folders: dict[str, str]
+
+    def engine(self, **options: Any) -> TorchRollout:
+        return TorchRollout(self.model, self.router, self.tokenizer, **options)
+
+    def forced(self, tokens: list[int], adapter: str | None = None, temperature: float = 1.0) -> torch.Tensor:
+        """log softmax(logits / T) [len, V] of one plain pass over the whole sequence, no cache."""
+        weights = None if adapter is None else self.adapters[adapter]
+        with torch.no_grad(), self.router.use([(weights, slice(0, 1))]):
+            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return torch.log_softmax(logits.float() / temperature, -1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("rollout")
+    folder = make_tiny_model(root / "model", context_length=128)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    router = attach(model)
+    adapters, folders = {}, {}
+    for name, spec in {"a": LoraSpec(8, 1), "b": LoraSpec(4, 2, train_mlp=False), "c": LoraSpec(2, 3)}.items():
+        weights = init_adapter(model, spec)
+        noise = torch.Generator().manual_seed(spec.seed)
+        for _, up in weights.pairs.values():
+            up.normal_(0.0, 0.05, generator=noise)
+        adapters[name], folders[name] = weights, str(root / name)
+        write_adapter(
+            root / name, spec=spec, weights=weights, base_model="tiny", all_linears=list(linear_families(model))
+        )
+    return World(model, router, twin, AutoTokenizer.from_pretrained(folder), adapters, folders)
+
+
+def run(
+    engine: TorchRollout, requests: Mapping[str, Sample], tokens: int = 5
+) -> dict[str, SampleResult | TinsmithError]:
+    running = engine.start(requests)
+    ended: dict[str, SampleResult | TinsmithError] = {}
+    while running.active:
+        ended.update(running.step(tokens))
+    assert list(ended.keys() ^ requests.keys()) == []
+    return ended
+
+
+def succeeded(result: SampleResult | TinsmithError) -> SampleResult:
+    assert isinstance(result, SampleResult), result
+    return result
+
+
+def sequences(result: SampleResult | TinsmithError) -> list[list[int]]:
+    return [sequence.tokens.tolist() for sequence in succeeded(result).sequences]
+
+
+def sample(prompt: list[int], params: SamplingParams = GREEDY, **more: Any) -> Sample:
+    return Sample(np.array(prompt, np.int64), params, **more)
+
+
+def hf_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+# -- the numbers -----------------------------------------------------------------------------------------------------
+def test_greedy_equals_generate_for_ragged_prompts_in_one_batch(world: World) -> None:
+    limits = [12, 3, 7, 1, 12]  # rows leave the batch at different times
+    requests = {
+        str(i): sample(p, replace(GREEDY, max_tokens=n)) for i, (p, n) in enumerate(zip(PROMPTS, limits, strict=True))
+    }
+    ended = run(world.engine(), requests)
+    for i, (prompt, count) in enumerate(zip(PROMPTS, limits, strict=True)):
+        ours = sequences(ended[str(i)])[0]
+        expected = _greedy_by_hand(world, prompt, count)
+        assert ours == expected
+        if 2 not in expected:  # generate() is told to go on, which it does by never choosing end of sequence
+            assert ours == hf_greedy(world.twin, prompt, count)
+        assert succeeded(ended[str(i)]).sequences[0].stop_reason == "length"
+
+
+def _greedy_by_hand(world: World, prompt: list[int], count: int, adapter: str | None = None) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(world.forced(tokens, adapter)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_logprobs_equal_a_teacher_forced_pass(world: World, temperature: float) -> None:
+    params = SamplingParams(max_tokens=15, temperature=temperature, seed=4, stop=())
+    adapters: list[str | None] = ["a", None, "b", "a", "c"]
+    requests = {
+        str(i): sample(
+            p, params, adapter_folder=name and world.folders[name], topk_sample_logprobs=i, num_samples=1 + i % 2
+        )
+        for i, (p, name) in enumerate(zip(PROMPTS, adapters, strict=True))
+    }
+    ended = run(world.engine(), requests)
+    for i, (prompt, name) in enumerate(zip(PROMPTS, adapters, strict=True)):
+        result = succeeded(ended[str(i)])
+        for sequence in result.sequences:
+            tokens = sequence.tokens.tolist()
+            all_logprobs = world.forced(prompt + tokens, name, temperature or 1.0)[len(prompt) - 1 : -1]
+            expected = all_logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
+            assert sequence.logprobs.dtype == np.float32
+            assert sequence.tokens.dtype == np.int32
+            if i == 0:
+                assert sequence.topk is None
+            else:
+                assert sequence.topk is not None
+                np.testing.assert_allclose(sequence.topk.logprobs, all_logprobs.topk(i).values.numpy(), atol=2e-5)
+
+
+def test_plain_logprobs_are_those_of_the_bare_logits(world: World) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.5, seed=1, stop=())
+    tempered, plain = (
+        succeeded(run(world.engine(sample_logprobs=kind), {"x": sample(PROMPTS[0], params)})["x"]).sequences[0]
+        for kind in ("tempered", "plain")
+    )
+    assert tempered.tokens.tolist() == plain.tokens.tolist()
+    tokens = plain.tokens.tolist()
+    expected = world.forced(PROMPTS[0] + tokens)[len(PROMPTS[0]) - 1 : -1].gather(-1, torch.tensor(tokens)[:, None])
+    np.testing.assert_allclose(plain.logprobs, expected[:, 0].numpy(), atol=2e-5)
+    assert abs(plain.logprobs - tempered.logprobs).max() > 0.01
+
+
+@pytest.mark.parametrize("cells", [2**25, 259 * 7])
+def test_prompt_scores_equal_a_plain_pass(world: World, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "_SCORED_CELLS", cells)  # the small value reads the prompt in pieces of 7
+    monkeypatch.setattr(generation, "_PREFILL_CHUNK", 11)
+    prompt = PROMPTS[4]
+    targets = np.full((len(prompt) - 1, 2), -1)
+    targets[::3, 0], targets[5, 1] = 77, 0
+    asked = sample(
+        prompt,
+        SamplingParams(max_tokens=1, temperature=0.3, seed=0),
+        adapter_folder=world.folders["a"],
+        prompt_logprobs=True,
+        topk_prompt_logprobs=4,
+        target_prompt_logprobs=targets,
+    )
+    requests = {
+        "all": asked,
+        "tail": replace(asked, prompt_logprobs_last_n=6, target_prompt_logprobs=None),
+        "none": sample(prompt, adapter_folder=world.folders["a"]),
+        "base": sample(prompt, prompt_logprobs=True),
+    }
+    ended = run(world.engine(), requests)
+    full = world.forced(prompt, "a")[:-1]
+    expected = full.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
+    result = succeeded(ended["all"])
+    assert result.prompt_logprobs is not None
+    assert np.isnan(result.prompt_logprobs[0])
+    np.testing.assert_allclose(result.prompt_logprobs[1:], expected, atol=2e-5)
+    assert result.topk_prompt_logprobs is not None
+    np.testing.assert_allclose(result.topk_prompt_logprobs.logprobs[1:], full.topk(4).values.numpy(), atol=2e-5)
+    assert result.target_prompt_logprobs is not None
+    np.testing.assert_allclose(result.target_prompt_logprobs[::3, 0], full[::3, 77].numpy(), atol=2e-5)
+    assert (result.target_prompt_logprobs[targets < 0] == 0).all()
+    tail = succeeded(ended["tail"]).prompt_logprobs
+    assert tail is not None
+    assert np.isnan(tail[:-6]).all()
+    np.testing.assert_allclose(tail[-6:], expected[-6:], atol=2e-5)
+    assert succeeded(ended["none"]).prompt_logprobs is None
+    assert sequences(ended["none"])[0] == _greedy_by_hand(world, prompt, 12, "a")
+    base = succeeded(ended["base"]).prompt_logprobs
+    assert base is not None
+    plain = world.forced(prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    np.testing.assert_allclose(base[1:], plain.numpy(), atol=2e-5)
+
+
+def test_adapters_in_one_batch_equal_each_alone(world: World) -> None:
+    names: list[str | None] = ["b", None, "a", "c", "b"]
+    params = SamplingParams(max_tokens=10, temperature=1.0, seed=11, stop=())
+    requests = {
+        str(i): sample(p, params, adapter_folder=n and world.folders[n], num_samples=2)
+        for i, (p, n) in enumerate(zip(PROMPTS, names, strict=True))
+    }
+    together = run(world.engine(), requests)
+    for name, request in requests.items():
+        alone = succeeded(run(world.engine(), {name: request})[name])
+        for one, other in zip(succeeded(together[name]).sequences, alone.sequences, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+    base = run(world.engine(), {"0": replace(requests["0"], adapter_folder=None)})["0"]
+    assert sequences(base) != sequences(together["0"])  # the adapters do matter
+
+
+@pytest.mark.parametrize("kind", ["sliding", "hybrid"])
+def test_models_with_other_caches_are_decoded_request_by_request(world: World, kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "sliding":
+        common = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = MistralForCausalLM(MistralConfig(vocab_size=259, num_key_value_heads=2, sliding_window=6, **common))
+    else:
+        model = _hybrid_model()
+    model = model.eval()
+    expected = [hf_greedy(model, prompt, 9) for prompt in PROMPTS[:3]]
+    engine = TorchRollout(model, attach(model), world.tokenizer)
+    ended = run(engine, {str(i): sample(p, replace(GREEDY, max_tokens=9)) for i, p in enumerate(PROMPTS[:3])})
+    assert [sequences(ended[str(i)])[0] for i in range(3)] == expected
+    drawn = sample(PROMPTS[0], SamplingParams(max_tokens=9, seed=1, stop=()), num_samples=3, prompt_logprobs=True)
+    result = succeeded(run(engine, {"x": drawn})["x"])
+    for sequence in result.sequences:
+        tokens = sequence.tokens.tolist()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([PROMPTS[0] + tokens]), use_cache=False).logits[0]
+        forced = torch.log_softmax(logits, -1)[len(PROMPTS[0]) - 1 : -1].gather(-1, torch.tensor(tokens)[:, None])
+        np.testing.assert_allclose(sequence.logprobs, forced[:, 0].numpy(), atol=2e-5)
+
+
+def _hybrid_model() -> Any:
+    """Linear attention (a recurrent state) and full attention in turn."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=259,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=0,
+            mlp_only_layers=[0, 1],
+        )
+    )
+
+
+# -- seeds and stops -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", [0, 2**64 + 3])
+def test_seeds_repeat_in_any_company_and_differ_among_samples(world: World, seed: int) -> None:
+    params = SamplingParams(max_tokens=8, seed=seed, stop=())
+    request = sample(PROMPTS[2], params, num_samples=6)
+    first = sequences(run(world.engine(), {"x": request})["x"])
+    company = {"y": sample(PROMPTS[1], params), "x": request, "z": sample(PROMPTS[4], SamplingParams(max_tokens=20))}
+    assert sequences(run(world.engine(), company, tokens=3)["x"]) == first
+    assert len({tuple(tokens) for tokens in first}) == 6
+    # sample i does not depend on how many are drawn
+    assert sequences(run(world.engine(), {"x": replace(request, num_samples=2)})["x"]) == first[:2]
+    other = replace(request, params=replace(params, seed=seed + 1))
+    assert sequences(run(world.engine(), {"x": other})["x"]) != first
+
+
+def test_without_a_seed_every_request_is_drawn_anew(world: World) -> None:
+    request = sample(PROMPTS[2], SamplingParams(max_tokens=8, stop=()))
+    ended = run(world.engine(), {"x": request, "y": request})
+    assert sequences(ended["x"]) != sequences(ended["y"])
+    fixed = [run(world.engine(entropy=lambda: 5), {"x": request})["x"] for _ in range(2)]
+    assert sequences(fixed[0]) == sequences(fixed[1])
+
+
+def stopped(world: World, stop: Any, prompt: list[int] = PROMPTS[0], count: int = 40) -> SampledSequence:
+    params = SamplingParams(max_tokens=count, temperature=1.0, seed=8, stop=stop)
+    return succeeded(run(world.engine(), {"x": sample(prompt, params)})["x"]).sequences[0]
+
+
+def test_stop_tokens_and_strings_end_the_sequence_once(world: World) -> None:
+    free = stopped(world, ())
+    tokens = free.tokens.tolist()
+    assert (len(tokens), free.stop_reason) == (40, "length")
+    by_token = stopped(world, (tokens[17],))
+    end = tokens.index(tokens[17])
+    assert (by_token.tokens.tolist(), by_token.stop_reason) == (tokens[: end + 1], "stop")
+    # A string over two neighbouring printable bytes, each a token of its own.
+    words = [world.tokenizer.decode([token]) for token in tokens]
+    at = next(i for i in range(5, 39) if all(len(words[j]) == 1 and words[j].isascii() for j in (i, i + 1)))
+    string = words[at] + words[at + 1]
+    by_string = stopped(world, ("no such text anywhere", string))
+    text_end = next(i for i in range(1, 40) if words[i - 1] + words[i] == string)
+    assert (by_string.tokens.tolist(), by_string.stop_reason) == (tokens[: text_end + 1], "stop")
+    assert len(by_string.logprobs) == text_end + 1
+
+
+def test_end_of_sequence_stops_only_by_default(world: World) -> None:
+    # Among random weights end of sequence is one token of many, so look for a seed that draws it.
+    seed = next(s for s in range(200) if 2 in _free_tokens(world, s))
+    tokens = _free_tokens(world, seed)
+    by_default = _drawn(world, seed, None)
+    assert by_default.tokens.tolist() == tokens[: tokens.index(2) + 1]
+    assert by_default.stop_reason == "stop"
+    assert _drawn(world, seed, (258,)).tokens.tolist() == tokens[: (*tokens, 258).index(258) + 1]
+
+
+def _drawn(world: World, seed: int, stop: Any) -> SampledSequence:
+    params = SamplingParams(max_tokens=30, temperature=1.5, seed=seed, stop=stop)
+    return succeeded(run(world.engine(), {"x": sample(PROMPTS[3], params)}, tokens=30)["x"]).sequences[0]
+
+
+def _free_tokens(world: World, seed: int) -> list[int]:
+    return _drawn(world, seed, ()).tokens.tolist()
+
+
+# -- limits and refusals ---------------------------------------------------------------------------------------------
+def test_without_max_tokens_it_runs_to_the_end_of_the_context(world: World) -> None:
+    result = succeeded(run(world.engine(), {"x": sample([7] * 100, replace(GREEDY, max_tokens=None))}, 50)["x"])
+    assert len(result.sequences[0].tokens) == 28
+    assert result.sequences[0].stop_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"prompt": np.array([], np.int64)}, "prompt", ["empty"]),
+        ({"prompt": np.array([3, 259])}, "prompt", ["259", "0 to 258"]),
+        ({"prompt": np.array([-1])}, "prompt", ["-1"]),
+        ({"params": SamplingParams(max_tokens=127)}, "sampling_params.max_tokens", ["3", "127", "128"]),
+        ({"prompt": np.array([5] * 128), "params": SamplingParams()}, "prompt", ["128"]),
+        ({"params": SamplingParams(max_tokens=0)}, "sampling_params.max_tokens", ["0", "at least 1"]),
+        ({"params": SamplingParams(4, temperature=-0.1)}, "sampling_params.temperature", ["-0.1"]),
+        ({"params": SamplingParams(4, temperature=float("nan"))}, "sampling_params.temperature", ["nan"]),
+        ({"params": SamplingParams(4, top_p=0.0)}, "sampling_params.top_p", ["0.0"]),
+        ({"params": SamplingParams(4, top_p=float("nan"))}, "sampling_params.top_p", ["nan"]),
+        ({"params": SamplingParams(4, top_k=-2)}, "sampling_params.top_k", ["-2"]),
+        ({"params": SamplingParams(4, seed=-1)}, "sampling_params.seed", ["-1"]),
+        ({"params": SamplingParams(4, stop=("",))}, "sampling_params.stop", ["empty"]),
+        ({"num_samples": 0}, "num_samples", ["0"]),
+        ({"topk_sample_logprobs": 260}, "topk_sample_logprobs", ["260", "259"]),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n", ["3", "1 to 2"]),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n", ["prompt_logprobs"]),
+        ({"target_prompt_logprobs": np.zeros((3, 1), np.int64)}, "target_prompt_logprobs", ["[3, 1]", "[2, K]"]),
+        ({"target_prompt_logprobs": np.full((2, 1), -2)}, "target_prompt_logprobs", ["-2"]),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name_and_alone(
+    world: World, change: dict[str, Any], field: str, words: list[str]
+) -> None:
+    good = sample(PROMPTS[0], SamplingParams(max_tokens=4, temperature=0))
+    ended = run(world.engine(), {"bad": replace(good, **change), "good": good})
+    error = ended["bad"]
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
+    assert all(word in error.message for word in words), error.message
+    assert isinstance(ended["good"], SampleResult)
+
+
+# -- life of a batch -------------------------------------------------------------------------------------------------
+def test_steps_are_bounded_and_active_shrinks(world: World) -> None:
+    requests = {"short": sample(PROMPTS[0], replace(GREEDY, max_tokens=2)), "long": sample(PROMPTS[1])}
+    running = world.engine().start(requests)
+    assert set(running.active) == {"short", "long"}
+    assert running.step(1) == {}
+    assert set(running.step(1)) == {"short"}
+    assert list(running.active) == ["long"]
+    assert running.step(9) == {}
+    assert set(running.step(1)) == {"long"}  # 12 tokens: 1 + 1 + 9 + 1
+    assert list(running.active) == []
+    assert running.step(5) == {}
+
+
+def test_prompts_beyond_the_budget_join_later_and_change_nothing(world: World) -> None:
+    requests = {str(i): sample(p) for i, p in enumerate(PROMPTS)}
+    running = world.engine(prefill_tokens=30).start(requests)
+    ended = dict(running.step(1))
+    assert len(running._waiting) == 3  # 3 + 23 tokens fit into 30, the next 11 do not
+    while running.active:
+        ended.update(running.step(2))
+    assert {n: sequences(r) for n, r in ended.items()} == {
+        n: sequences(r) for n, r in run(world.engine(), requests).items()
+    }
+
+
+def test_a_cancelled_request_leaves_the_others_as_they_were(world: World) -> None:
+    requests = {str(i): sample(p, adapter_folder=world.folders["a"]) for i, p in enumerate(PROMPTS)}
+    engine = world.engine(max_loaded_adapters=1)
+    expected = sequences(run(engine, requests)["4"])
+    running = engine.start(requests)
+    running.cancel("0")
+    running.cancel("unknown")
+    ended = dict(running.step(3))
+    running.cancel("1")
+    running.cancel("3")
+    assert set(running.active) == {"2", "4"}
+    while running.active:
+        ended.update(running.step(3))
+    assert set(ended) == {"2", "4"}
+    assert sequences(ended["4"]) == expected
+    assert not engine._adapters._users  # every use has ended
+
+
+def test_least_recently_used_adapters_leave_unless_in_use(world: World) -> None:
+    engine = world.engine(max_loaded_adapters=2)
+
+    def use(*names: str) -> None:
+        run(engine, {n: sample(PROMPTS[0], adapter_folder=world.folders[n]) for n in names})
+
+    use("a")
+    use("b")
+    use("a")
+    use("c")
+    assert engine.loaded_adapters == (world.folders["a"], world.folders["c"])
+    running = engine.start({n: sample(PROMPTS[0], adapter_folder=world.folders[n]) for n in "abc"})
+    running.step(2)
+    assert len(engine.loaded_adapters) == 3  # all in use: none may go
+    while running.active:
+        running.step(5)
+    assert len(engine.loaded_adapters) == 2
+
+
+def test_a_broken_checkpoint_fails_alone_and_names_no_path(world: World, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in Path(world.folders["a"]).iterdir():
+        content = bytearray(file.read_bytes())
+        if file.name == "adapter_model.safetensors":
+            content[-1] ^= 0xFF
+        (damaged / file.name).write_bytes(content)
+    requests = {
+        "damaged": sample(PROMPTS[0], adapter_folder=str(damaged)),
+        "missing": sample(PROMPTS[0], adapter_folder=str(tmp_path / "nowhere")),
+        "good": sample(PROMPTS[0], adapter_folder=world.folders["a"]),
+    }
+    ended = run(world.engine(), requests)
+    for name in ("damaged", "missing"):
+        error = ended[name]
+        assert isinstance(error, TinsmithError)
+        assert str(tmp_path) not in f"{error.message} {error.hint}"
+    assert sequences(ended["good"]) == sequences(run(world.engine(), {"x": requests["good"]})["x"])
+
+
+def test_an_adapter_of_another_model_is_refused(world: World, tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "other", hidden=64)
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    engine = TorchRollout(other, attach(other), world.tokenizer)
+    error = run(engine, {"x": sample(PROMPTS[0], adapter_folder=world.folders["a"])})["x"]
+    assert isinstance(error, InvalidRequest)
+    assert "does not fit" in error.message
+
+
+def test_an_adapter_that_gives_no_numbers_fails_alone(world: World) -> None:
+    huge = copy.deepcopy(world.adapters["a"])
+    for _, up in huge.pairs.values():
+        up.fill_(1e30)
+    engine = world.engine(load_adapter=lambda folder: huge if folder.name == "huge" else world.adapters["b"])
+    good = sample(PROMPTS[1], SamplingParams(max_tokens=8, seed=1, stop=()), adapter_folder="b")
+    ended = run(engine, {"bad": replace(good, adapter_folder="huge"), "good": good})
+    assert isinstance(ended["bad"], EngineFailure)
+    assert "finite" in ended["bad"].message
+    assert sequences(ended["good"]) == sequences(run(engine, {"x": good})["x"])
+
+
+def test_a_pass_that_fails_half_way_costs_only_the_request_at_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = {str(i): sample(p, adapter_folder=world.folders["ab"[i % 2]]) for i, p in enumerate(PROMPTS)}
+    requests["1"] = replace(requests["1"], adapter_folder=world.folders["c"])
+    engine = world.engine()
+    expected = run(engine, requests)
+    layer = world.model.model.layers[1].mlp
+    forward = layer.forward
+
+    def fails_for_c(x: torch.Tensor) -> torch.Tensor:
+        """Memory runs out in layer 1, when layer 0 has already grown its cache."""
+        users = [adapter for adapter, _ in world.router.segments or ()]
+        if x.shape[1] == 1 and any(user is bad for user in users):
+            raise torch.OutOfMemoryError("no memory for c")
+        return forward(x)
+
+    bad = engine._adapters.acquire(world.folders["c"])
+    monkeypatch.setattr(layer, "forward", fails_for_c)
+    ended = run(engine, requests)
+    assert isinstance(ended["1"], OutOfMemory)
+    for name in ("0", "2", "3", "4"):
+        assert sequences(ended[name]) == sequences(expected[name])
+
+
+def test_unexpected_failures_do_not_leak_their_text() -> None:
+    error = model_pass.as_failure(RuntimeError("/secret/path exploded"))
+    assert isinstance(error, EngineFailure)
+    assert "secret" not in error.message
