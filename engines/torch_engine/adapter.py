@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from engines.lora import AdapterWeights
-from engines.optim import apply_overrides, iter_param_groups
+from engines.optim import ParamGroup, apply_overrides, iter_param_groups
 from engines.peft_format import AdamState
 from schemas.errors import InvalidRequest, NonFiniteGradient
 from schemas.operations import LoraSpec, OptimStepParams
 
 _GREATEST_NORM = 1e18
 """Beyond it the squares that AdamW keeps overflow float32, and the adapter would never move again."""
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +106,7 @@ class AdapterState:
             )
         restore_settings = apply_overrides(self.optimizer, params)
         try:
+            rate = _check_representable(next(iter_param_groups(self.optimizer)))
             grads, norm = self._gradient_to_apply()
             # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6 as well.
             factor = min(1.0, grad_clip_norm / (norm + 1e-6)) if grad_clip_norm > 0 else 1.0
@@ -111,7 +114,6 @@ class AdapterState:
             if factor < 1.0:
                 grads = list(torch._foreach_mul(grads, factor))
             update_norm = self._apply(grads)
-            rate = float(next(iter_param_groups(self.optimizer))["lr"])
         finally:
             restore_settings()
         self.clear()
@@ -176,6 +178,23 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
     """The 2-norm over all elements, squares accumulated in float64."""
     norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors]
     return float(torch.stack(norms).square().sum().sqrt())
+
+
+def _check_representable(group: ParamGroup) -> float:
+    """The learning rate; raises `InvalidRequest` if a factor of the update is infinite, or eps zero, in float32."""
+    rate, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+    # The step size is lr / (1 - beta1^t), greatest at t = 1.
+    for name, factor in (("learning_rate", rate / (1 - group["betas"][0])), ("weight_decay", rate * decay)):
+        if factor > _FLOAT32.max:
+            raise InvalidRequest(
+                f"{name} is too large: the step would not be finite in float32", field=f"adam_params.{name}"
+            )
+    if eps < _FLOAT32.smallest_normal:
+        raise InvalidRequest(
+            f"eps is {eps}; it must be at least {_FLOAT32.smallest_normal:.3g}, for moments are float32",
+            field="adam_params.eps",
+        )
+    return rate
 
 
 def _leaf(tensor: Tensor) -> Tensor:
