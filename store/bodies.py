@@ -30,10 +30,11 @@ class Bodies:
 
     Args:
         data_dir: the data folder; it exists.
-        parallel: how many files are read or written at once, so that a burst does not take every thread.
+        parallel: how many files are read or written at once. Two already fill a disk's queue, and more would take the
+            cores from those who wait for the database.
     """
 
-    def __init__(self, data_dir: Path, *, parallel: int = 4) -> None:
+    def __init__(self, data_dir: Path, *, parallel: int = 2) -> None:
         self._root = data_dir / "bodies"
         self._slots = asyncio.Semaphore(parallel)
         make_private_folder(self._root)

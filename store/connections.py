@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -19,6 +20,7 @@ from sqlalchemy.pool import NullPool
 from schemas.errors import InvalidRequest
 from store.files import fsync_folder, make_private_folder
 from store.migrate import migrate_to_head
+from store.writer_connection import WriterConnection
 
 _BUSY_MILLISECONDS = 10_000
 _MAX_WAL_BYTES = 64 * 1024 * 1024
@@ -66,7 +68,11 @@ def prepare_database(path: Path) -> None:
 
 def write_engine(path: Path) -> AsyncEngine:
     """One connection, whose transactions take the write lock at their begin."""
-    engine = create_async_engine(_url("sqlite+aiosqlite", path), pool_size=1, max_overflow=0)
+
+    async def connect() -> aiosqlite.Connection:
+        return await WriterConnection(path)
+
+    engine = create_async_engine(_url("sqlite+aiosqlite", path), pool_size=1, max_overflow=0, async_creator=connect)
     _set_up(engine.sync_engine, begin="BEGIN IMMEDIATE", pragmas=(f"journal_size_limit={_MAX_WAL_BYTES}",))
     return engine
 

@@ -39,8 +39,8 @@ def make_private_folder(folder: Path) -> None:
 def claim_folder(folder: Path, mark: str) -> None:
     """Make a folder ours: create it, or close an existing one to others (mode 0700).
 
-    An existing folder is closed only if it is empty or holds `mark`, the name of a file of ours: one that serves another
-    purpose too (a home, /tmp) must not be shut to those who use it. Our files in it are private in any case.
+    An existing folder is closed only if it is empty or holds `mark`, the name of a file of ours: one that serves
+    another purpose too (a home, /tmp) must stay open to its users. Our files in it are private in any case.
 
     Raises:
         OSError: it cannot be created, read or changed, or is not a folder.

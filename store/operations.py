@@ -134,8 +134,12 @@ async def unfinished(db: AsyncSession) -> list[OperationRecord]:
     return [_record(row) for row in rows]
 
 
-async def expire_results(db: AsyncSession, delivered_before: datetime, undelivered_before: datetime) -> list[BodyRef]:
+async def expire_results(
+    db: AsyncSession, delivered_before: datetime, undelivered_before: datetime, *, limit: int = 500
+) -> list[BodyRef]:
     """Drop the outcomes and bodies of operations that were delivered, or finished and never asked for, long ago.
+
+    At most `limit` operations at a time, so that no other write waits long; the next sweep takes the rest.
 
     Returns:
         The files that nobody needs any more, to be deleted after the commit.
@@ -147,10 +151,12 @@ async def expire_results(db: AsyncSession, delivered_before: datetime, undeliver
             Operation.delivered_at.is_(None) & (Operation.finished_at < undelivered_before),
         ),
     )
-    files = await db.execute(select(Operation.body_ref, Operation.result_ref).where(*over))
-    refs = [BodyRef(**ref) for row in files for ref in row if ref is not None]
+    columns = (Operation.request_id, Operation.body_ref, Operation.result_ref)
+    rows = (await db.execute(select(*columns).where(*over).order_by(Operation.finished_at).limit(limit))).all()
+    refs = [BodyRef(**ref) for _, *files in rows for ref in files if ref is not None]
     empty = dict.fromkeys(("body_inline", "body_ref", "result_inline", "result_ref", "error", "content_type"))
-    await db.execute(update(Operation).where(*over).values(state="expired", **empty))
+    chosen = Operation.request_id.in_([row.request_id for row in rows])
+    await db.execute(update(Operation).where(chosen).values(state="expired", **empty))
     return refs
 
 

@@ -1,0 +1,45 @@
+"""Fixtures of the store's tests: an open store in a folder of its own, two projects, a factory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from store.database import Store
+from store.keys import ensure_project
+from tests.store.factories import NOW, Make
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture
+async def store(data_dir: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(data_dir)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def project(store: Store) -> str:
+    return await store.write(lambda db: ensure_project(db, "mine"))
+
+
+@pytest.fixture
+async def other_project(store: Store) -> str:
+    return await store.write(lambda db: ensure_project(db, "theirs"))
+
+
+@pytest.fixture
+def now() -> datetime:
+    return NOW
+
+
+@pytest.fixture
+def make(store: Store, project: str) -> Make:
+    return Make(store, project)

@@ -1,0 +1,104 @@
+"""Checkpoint folders: generated names only, links never followed, nothing half-written stays."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import NotFound
+from store.artifacts import Artifacts
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Artifacts:
+    return Artifacts(tmp_path)
+
+
+def _fill(folder: Path, **files: bytes) -> None:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def test_generated_names_have_128_bits_and_no_order(artifacts: Artifacts, tmp_path: Path) -> None:
+    pairs = [artifacts.new_folder() for _ in range(200)]
+    names = [name for pair in pairs for name in pair]
+    assert len(set(names)) == 400
+    assert all(len(bytes.fromhex(name)) == 16 for name in names)
+    assert names != sorted(names)
+    assert artifacts.path(pairs[0][1]) == tmp_path / "checkpoints" / pairs[0][1]
+    assert (tmp_path / "checkpoints").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", ".", "..", "../x", "/etc", "a" * 31, "a" * 33, "A" * 32, "a" * 31 + "/", "a" * 32 + "\n"),
+        *("../" + "a" * 32, "a" * 32 + "/..", "%2e%2e%2f" + "a" * 23, "..\\" + "a" * 29, "a" * 31 + "\0"),
+        *("a" * 31 + "а", "٣" * 32),
+    ],
+)
+async def test_other_names_are_refused(artifacts: Artifacts, tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotFound) as refused:
+        artifacts.path(name)
+    assert str(tmp_path) not in refused.value.message
+    for use in (artifacts.size(name), artifacts.delete(name)):
+        with pytest.raises(NotFound):
+            await use
+
+
+async def test_size_and_delete(artifacts: Artifacts, tmp_path: Path) -> None:
+    _, name = artifacts.new_folder()
+    with pytest.raises(NotFound):
+        await artifacts.size(name)
+    folder = artifacts.path(name)
+    _fill(folder, weights=b"x" * 1000, config=b"y" * 24)
+    outside = tmp_path / "outside"
+    _fill(outside, precious=b"z" * 5000)
+    (folder / "link").symlink_to(outside / "precious")
+    (folder / "folder_link").symlink_to(outside)
+    assert await artifacts.size(name) == 1024
+    await artifacts.delete(name)
+    await artifacts.delete(name)
+    assert not folder.exists()
+    assert (outside / "precious").read_bytes() == b"z" * 5000
+
+
+async def test_planted_link_is_refused_and_swept_without_its_target(artifacts: Artifacts, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    _fill(outside, precious=b"z")
+    _, name = artifacts.new_folder()
+    link = tmp_path / "checkpoints" / name
+    link.symlink_to(outside)
+    for use in (artifacts.size(name), artifacts.delete(name)):
+        with pytest.raises(NotFound):
+            await use
+    assert await artifacts.sweep_incomplete([]) == [name]
+    assert not link.is_symlink()
+    assert (outside / "precious").exists()
+
+
+def test_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        Artifacts(tmp_path)
+
+
+async def test_sweep_keeps_what_rows_name_and_what_is_not_ours(
+    artifacts: Artifacts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "checkpoints"
+    kept, orphan, half = (artifacts.new_folder()[1] for _ in range(3))
+    temporary = [f"{half}.tmp", f".{half}.tmp-1234", f"{half}-partial"]
+    for name in (kept, orphan, *temporary, "lost+found"):
+        _fill(root / name, file=b"x")
+    (root / f"{half}.part").write_bytes(b"x")
+    with caplog.at_level(logging.WARNING):
+        swept = await artifacts.sweep_incomplete({kept})
+    assert sorted(swept) == sorted([orphan, *temporary, f"{half}.part"])
+    assert sorted(path.name for path in root.iterdir()) == sorted([kept, "lost+found"])
+    assert "lost+found" in caplog.text
+    assert await artifacts.size(kept) == 1
