@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from schemas.errors import Unavailable
 from workers.spec import WorkerSpec
 from workers.tinker import TinkerActorRolloutRefWorker
 
@@ -23,19 +24,21 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
     """Prepare the base model's files, load the engine and put the sampler on the same copy of the weights.
 
-    Raises what `prepare`, `check` and `load` raise: a `TinsmithError` that says what is wrong with the model.
+    Raises what `get_engine`, `prepare` and `load` raise: a `TinsmithError` that says what is wrong with the model.
     """
     from transformers import AutoTokenizer
 
     from engines.base_models import prepare
+    from engines.registry import get_engine
     from engines.torch_engine.engine import TorchEngine
     from engines.torch_engine.rollout import TorchRollout
 
-    TorchEngine.check()
+    if not issubclass(get_engine(spec.engine), TorchEngine):
+        raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
     progress("preparing the files of the base model")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
-    engine = TorchEngine(folder, dtype=spec.dtype, device=spec.device, threads=spec.threads)
+    engine = TorchEngine(folder, dtype=spec.dtype, device=spec.device, threads=spec.threads, name=spec.model)
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     rollout = TorchRollout(engine.model, engine.router, tokenizer, max_loaded_adapters=spec.max_loaded_adapters)

@@ -97,6 +97,11 @@ class ModelRuntime:
         await self._group.stop()
         await self._desk.close()
 
+    @property
+    def progress(self) -> str | None:
+        """What the worker is doing while it starts, in words; None once it runs."""
+        return self._group.progress
+
     async def probe(self, timeout: float) -> bool:  # noqa: ASYNC109 (a plain number crosses to any transport)
         """Whether the base model is loaded and its worker really answers."""
         return self.state == "ready" and await self._group.ping(timeout)

@@ -28,7 +28,7 @@ class _Batch:
     batch_id: str
     entries: dict[str, Entry]
     alone: bool
-    """Holds one sample that had trouble before: nothing runs beside it, so that it can only hurt itself."""
+    """Holds one sample at its last attempt: nothing runs beside it, so that it can only hurt itself."""
     cancelled: list[str] = field(default_factory=list)
 
 
@@ -101,7 +101,7 @@ class SamplingLane:
                 continue
             batch_id = f"batch-{next(self._batch_ids)}"
             entries = {entry.ticket.request_id: entry for entry, _ in chosen}
-            batch = _Batch(batch_id, entries, alone=chosen[0][0].attempts > 0)
+            batch = _Batch(batch_id, entries, alone=_alone(chosen[0][0]))
             for entry in entries.values():
                 entry.running = True
                 entry.unload()
@@ -114,7 +114,7 @@ class SamplingLane:
         chosen: list[tuple[Entry, Sample]] = []
         rows = 0
         while rows < self._max_rows and (entry := self._line.peek()) is not None:
-            alone = entry.attempts > 0
+            alone = _alone(entry)
             if alone and (chosen or self._batches):
                 break
             sample = await self._load(entry)
@@ -157,8 +157,8 @@ class SamplingLane:
             del self._batches[batch.batch_id]
 
     async def _guard(self, batch: _Batch, work: Awaitable[None]) -> None:
-        """Run a call of a batch. If it fails as a whole, its samples run again one by one, so that one bad or too
-        large sample fails alone; a sample that is alone already fails with the error."""
+        """Run a call of a batch. If it fails as a whole, its samples run again, the last time one by one, so that one
+        bad or too large sample fails alone; a sample that is alone already fails with the error."""
         try:
             await work
         except WorkerDied:
@@ -181,3 +181,7 @@ class SamplingLane:
             raise
         except TinsmithError as error:
             _log.warning("%s cannot be dropped: %s", batch.batch_id, error.message)
+
+
+def _alone(entry: Entry) -> bool:
+    return entry.attempts >= MAX_RERUNS

@@ -17,6 +17,7 @@ import pytest
 
 from schemas.errors import EngineFailure, NotFound, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Datum, LoraSpec, OptimStepParams, TrainBatch
+from tests.workers.harness import process_exists, until
 from workers.environment import worker_environment
 from workers.local import LocalWorkerGroup
 from workers.spec import WorkerSpec
@@ -35,17 +36,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-async def until(condition: object, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -115,7 +105,7 @@ async def test_kill_in_the_middle_of_a_call_is_told_and_the_group_can_be_started
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await asyncio.wait_for(future, 5)
     assert len(deaths) == 1
-    assert not exists(pid), "the dead process was not reaped"
+    assert not process_exists(pid), "the dead process was not reaped"
     with pytest.raises(WorkerDied):
         await group.call("infer_batch", batch())
     assert not await group.ping(1)
@@ -163,7 +153,7 @@ async def test_stop_ends_even_a_stuck_rank_and_leaves_nothing() -> None:
     await group.stop()
     with pytest.raises(WorkerDied):
         await call
-    assert not exists(pid)
+    assert not process_exists(pid)
     await group.stop()
 
 
@@ -177,7 +167,7 @@ async def test_two_ranks_run_every_call_and_one_death_ends_both() -> None:
         await group.call("create_adapter", "a", LoraSpec(8, seed=1))
         assert (await group.call("forward_backward", batch())).metrics["loss:sum"] == -5.0
         os.kill(pids[1], signal.SIGKILL)
-        await until(lambda: not any(exists(pid) for pid in pids))
+        await until(lambda: not any(process_exists(pid) for pid in pids))
     finally:
         await group.stop()
 

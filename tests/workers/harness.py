@@ -1,0 +1,138 @@
+"""What the runtime's tests share: a client that submits operations and holds their outcomes as futures."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import TinsmithError
+from schemas.operations import (
+    CreateModel,
+    Datum,
+    LoraSpec,
+    Operation,
+    OptimStep,
+    OptimStepParams,
+    Sample,
+    SamplingParams,
+    TrainBatch,
+)
+from tests.support.inline_group import InlineWorkerGroup
+from tests.support.toy_worker import INFO, ToyEngine, ToyRollout
+from workers.group import WorkerGroup
+from workers.runtime import ModelRuntime, Ticket
+from workers.tinker import TinkerActorRolloutRefWorker
+
+
+def toy_group(step_seconds: float = 0.0) -> InlineWorkerGroup:
+    return InlineWorkerGroup(lambda progress: TinkerActorRolloutRefWorker(ToyEngine(), ToyRollout(step_seconds), INFO))
+
+
+def create(seed: int = 1, rank: int = 8) -> CreateModel:
+    return CreateModel(LoraSpec(rank, seed=seed))
+
+
+def batch(model_id: str, *, backward: bool = True, **config: float) -> TrainBatch:
+    """Two tokens with targets 2 and 3: the gradient of the toy engine is -5."""
+    datum = Datum(np.array([1, 2], np.int64), {"target_tokens": np.array([2, 3]), "weights": np.ones(2, np.float32)})
+    return TrainBatch(model_id, (datum,), "cross_entropy", config, backward)
+
+
+def step(lr: float = 1.0) -> OptimStep:
+    return OptimStep(OptimStepParams(lr=lr))
+
+
+def sample(first: int = 1, *, tokens: int = 8, rows: int = 1, folder: str | None = None) -> Sample:
+    return Sample(np.array([first, 5], np.int64), SamplingParams(max_tokens=tokens), rows, folder)
+
+
+class Client:
+    """Submits to a runtime; `order` records request ids in the order in which they were answered."""
+
+    def __init__(self, runtime: ModelRuntime, project_id: str = "p") -> None:
+        self.runtime = runtime
+        self.project_id = project_id
+        self.order: list[str] = []
+        self.loads: list[str] = []
+        self.answers: dict[str, int] = {}
+        self._ids = itertools.count()
+
+    def submit(
+        self,
+        operation: Operation | Exception,
+        model_id: str | None = None,
+        seq_id: int | None = None,
+        request_id: str | None = None,
+        project_id: str | None = None,
+    ) -> asyncio.Future[Any]:
+        name = request_id or f"{self.project_id}-{next(self._ids)}"
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def load() -> Operation:
+            self.loads.append(name)
+            if isinstance(operation, Exception):
+                raise operation
+            return operation
+
+        async def done(value: Any) -> None:
+            self.order.append(name)
+            self.answers[name] = self.answers.get(name, 0) + 1
+            if not outcome.done():
+                outcome.set_result(value)
+
+        self.runtime.submit(Ticket(name, project_id or self.project_id, model_id, seq_id, load, done))
+        return outcome
+
+
+async def value(outcome: asyncio.Future[Any], seconds: float = 10.0) -> Any:
+    """The result; a failed operation raises its error."""
+    result = await asyncio.wait_for(asyncio.shield(outcome), seconds)
+    if isinstance(result, TinsmithError):
+        raise result
+    return result
+
+
+@asynccontextmanager
+async def running(
+    group: WorkerGroup, *, wait: bool = True, grace: float = 0.0, **options: Any
+) -> AsyncIterator[tuple[ModelRuntime, Client, list[str]]]:
+    """A started runtime, a client of it, and the list of lost models."""
+    lost: list[str] = []
+
+    async def on_models_lost(models: Sequence[str]) -> None:
+        lost.extend(models)
+
+    runtime = ModelRuntime("toy", group, on_models_lost=on_models_lost, restart_pause=0.01, **options)
+    client = Client(runtime)
+    await runtime.start()
+    try:
+        if wait:
+            await until_state(runtime, "ready")
+        yield runtime, client, lost
+    finally:
+        await runtime.stop(grace)
+    assert all(count == 1 for count in client.answers.values()), "a ticket was answered twice"
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait until a condition holds that no event tells of."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+async def until_state(runtime: ModelRuntime, state: str) -> None:
+    await until(lambda: runtime.state == state)
+
+
+def process_exists(pid: int) -> bool:
+    """Whether the process is in the table, as a zombie or alive."""
+    return Path(f"/proc/{pid}").exists()
