@@ -7,6 +7,7 @@ Not responsible for who uses the connections when.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,18 @@ def write_engine(path: Path) -> AsyncEngine:
     async def connect() -> aiosqlite.Connection:
         return await WriterConnection(path)
 
-    engine = create_async_engine(_url("sqlite+aiosqlite", path), pool_size=1, max_overflow=0, async_creator=connect)
+    engine = create_async_engine(
+        _url("sqlite+aiosqlite", path), pool_size=1, max_overflow=0, async_creator=connect, hide_parameters=True
+    )
     _set_up(engine.sync_engine, begin="BEGIN IMMEDIATE", pragmas=(f"journal_size_limit={_MAX_WAL_BYTES}",))
     return engine
 
 
 def read_engine(path: Path, connections: int) -> AsyncEngine:
     """Connections that cannot write; each transaction sees one state of the database."""
-    engine = create_async_engine(_url("sqlite+aiosqlite", path), pool_size=connections, max_overflow=0)
+    engine = create_async_engine(
+        _url("sqlite+aiosqlite", path), pool_size=connections, max_overflow=0, hide_parameters=True
+    )
     _set_up(engine.sync_engine, begin="BEGIN", pragmas=("query_only=ON",))
     return engine
 
@@ -89,6 +94,9 @@ def _url(driver: str, path: Path) -> URL:
 
 
 def _set_up(engine: Engine, *, begin: str, pragmas: tuple[str, ...]) -> None:
+    # aiosqlite logs every statement at DEBUG with its values: key digests, prompts. So does an error of SQLAlchemy,
+    # without `hide_parameters`.
+    logging.getLogger("aiosqlite").setLevel(logging.WARNING)
     every = (f"busy_timeout={_BUSY_MILLISECONDS}", "synchronous=FULL", "foreign_keys=ON")
 
     def connect(connection: Any, record: object) -> None:

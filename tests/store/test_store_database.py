@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sqlite3
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event, func, select, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import InvalidRequest, Unavailable
@@ -71,23 +73,6 @@ async def test_failing_write_leaves_nothing_and_spoils_nothing(store: Store) -> 
     assert [type(e).__name__ for e in errors] == ["KeyError", "OperationalError"]
     assert await store.read(_names) == {f"p{n}" for n in range(20)}
     assert len(commits) <= 3, "22 writes that wait together share a commit"
-
-
-async def test_commit_inside_the_work_does_not_commit_the_batch(store: Store) -> None:
-    async def eager(db: AsyncSession) -> None:
-        await ensure_project(db, "eager")
-        await db.commit()
-        raise RuntimeError
-
-    fail = event.listens_for(store._writes.sync_engine, "commit")
-
-    @fail
-    def refuse(connection: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises((RuntimeError, Unavailable)):
-        await store.write(eager)
-    assert await store.read(_names) == set()
 
 
 async def test_commit_that_fails_fails_every_write_of_the_batch_and_the_store_goes_on(store: Store) -> None:
@@ -293,6 +278,18 @@ async def test_damaged_database_is_refused_and_lets_go_of_the_lock(data_dir: Pat
         await Store.open(data_dir)
     database.write_bytes(good)
     await (await Store.open(data_dir)).close()
+
+
+async def test_stored_values_are_in_no_log_and_no_error(
+    store: Store, project: str, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    await make.operation("r", body=b"a secret prompt")
+    await store.read(lambda db: get_operation(db, project, "r"))
+    with pytest.raises(IntegrityError) as clash:
+        await make.operation("r", seq_id=2, body=b"a secret prompt")
+    assert "secret" not in caplog.text
+    assert "secret" not in str(clash.value)
 
 
 async def test_no_threads_are_left(data_dir: Path) -> None:

@@ -40,6 +40,10 @@ async def test_key_lets_into_its_project(store: Store, project: str, other_proje
     assert await store.read(lambda db: list_keys(db, other_project)) == []
 
 
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     "wrong", ["", "tml-", "x", "tml-" + "A" * 43, "tml-dev", "é" * 47, "\ud800", "tml-" + "A" * 10**6]
 )
