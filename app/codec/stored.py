@@ -43,7 +43,7 @@ def digest(data: bytes) -> str:
 def encode_request(request: RequestModel) -> bytes:
     """Canonical JSON of what a client asked for, without the seq_id that it is compared under. Only to be digested:
     it may hold an access token."""
-    return canonical_json(request.model_dump(exclude={"seq_id", "type"}, exclude_none=True))
+    return canonical_json(request.model_dump(exclude={"seq_id"}, exclude_none=True))
 
 
 def encode_operation(kind: str, payload: Operation, context: Mapping[str, JSON] | None = None) -> bytes:

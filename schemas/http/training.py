@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -177,9 +177,3 @@ class ZeroGradResult(ResponseModel):
     """Result of `zero_grad`."""
 
     type: Literal["zero_grad"] = "zero_grad"
-
-
-def adam_values(request: AdamFields) -> dict[str, Any]:
-    """The six resolved hyperparameters by name."""
-    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    return {name: getattr(request, name) for name in names}
