@@ -17,10 +17,17 @@ from app.presence import Presence
 from app.readiness import Readiness
 from app.routes import (
     capabilities,
+    checkpoints,
     client,
+    futures,
     health,
+    models,
+    runs,
+    sampling,
     sessions,
     telemetry,
+    training,
+    weights,
 )
 from app.services import GroupFactory, build_services
 from app.settings import Settings
@@ -33,6 +40,13 @@ RESOURCES: tuple[APIRouter, ...] = (
     sessions.router,
     telemetry.router,
     capabilities.router,
+    models.router,
+    training.router,
+    weights.router,
+    sampling.router,
+    futures.router,
+    runs.router,
+    checkpoints.router,
 )
 
 
@@ -73,25 +87,30 @@ def _lifespan(
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        try:
-            store = await Store.open(settings.data_dir)
-        except Exception as error:
-            app.state.startup_error = error  # for the terminal: uvicorn would only show a traceback
-            raise
-        async with AsyncExitStack() as closing:  # in reverse: drain, last signs of life, close the store
-            closing.push_async_callback(store.close)
-            app.state.store = store
-            app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
-            services = build_services(settings, store, groups)
-            lifecycle.on_drain(services.stop)
-            closing.push_async_callback(lifecycle.drain)
-            await services.start()
-            app.state.services = services
-            presence = app.state.presence = Presence(store)
-            presence.start()
-            closing.push_async_callback(presence.stop)
-            app.state.readiness = Readiness(services.models.runtimes)
-            app.state.authenticator = Authenticator(store)  # last: from here on, requests are let in
+        async with AsyncExitStack() as closing:  # in reverse: drain, then close the store
+            try:
+                await _open(app, settings, lifecycle, groups, closing)
+            except Exception as error:
+                app.state.startup_error = error  # for the terminal: uvicorn would only show a traceback
+                raise
             yield
 
     return lifespan
+
+
+async def _open(
+    app: FastAPI, settings: Settings, lifecycle: Lifecycle, groups: GroupFactory, closing: AsyncExitStack
+) -> None:
+    """Open the data folder and start the services; `closing` undoes what was done."""
+    store = await Store.open(settings.data_dir)
+    closing.push_async_callback(store.close)
+    app.state.store = store
+    app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
+    services = build_services(settings, store, groups)
+    lifecycle.on_drain(services.stop)
+    closing.push_async_callback(lifecycle.drain)
+    await services.start()
+    app.state.services = services
+    app.state.readiness = Readiness(services.models.runtimes)
+    app.state.presence = Presence(store, services.housekeeping.touch)
+    app.state.authenticator = Authenticator(store)  # last: from here on, requests are let in

@@ -23,7 +23,6 @@ from pydantic.json_schema import models_json_schema
 from schemas import requests, responses
 from schemas.responses import ErrorResponse
 
-API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 REF = "#/components/schemas/{model}"
@@ -59,8 +58,10 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "create_sampling_session": requests.CreateSamplingSessionRequest,
     "retrieve_future": requests.RetrieveFutureRequest,
     "cancel_future": requests.CancelFutureRequest,
+    "weights_info": requests.WeightsInfoRequest,
+    "set_checkpoint_ttl": requests.SetTtlRequest,
 }
-"""Bodies of routes (below `/api/v1/`) that parse them by themselves."""
+"""By operation id: bodies that the route parses by itself."""
 
 PROTOBUF_BODIES = {"forward_backward": "ForwardBackwardRequest"}
 
@@ -76,8 +77,6 @@ FUTURE_RESULTS: tuple[type[BaseModel], ...] = (
     responses.CompleteMetadata,
     responses.FailedFuture,
 )
-RAW_RESPONSES: dict[str, type[BaseModel]] = {}
-"""Answers of routes that render them by themselves."""
 
 
 def install(app: FastAPI) -> None:
@@ -102,16 +101,14 @@ def build(app: FastAPI) -> dict[str, Any]:
     )
     schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
     _add_models(schemas)
-    paths: dict[str, dict[str, Any]] = schema["paths"]
-    for path, methods in paths.items():
+    for methods in schema["paths"].values():
         for operation in methods.values():
             operation["responses"].pop("422", None)  # a request that does not validate is answered 400
-        name = path.removeprefix(f"{API}/")
-        if name in RAW_BODIES and "post" in methods:
-            methods["post"]["requestBody"] = _body(name)
-        if name in RAW_RESPONSES and "post" in methods:
-            methods["post"]["responses"]["200"]["content"] = {JSON: {"schema": _ref(RAW_RESPONSES[name])}}
-    _describe_futures(paths)
+            name = operation["operationId"]
+            if name in RAW_BODIES:
+                operation["requestBody"] = _body(name)
+            if name == "retrieve_future":
+                _describe_future(operation)
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     schema["components"]["schemas"] = dict(sorted(schemas.items()))
@@ -126,7 +123,7 @@ def to_yaml(schema: Mapping[str, Any]) -> str:
 
 def _add_models(schemas: dict[str, Any]) -> None:
     bodies = [(model, "validation") for model in RAW_BODIES.values()]
-    results = [(model, "serialization") for model in (*FUTURE_RESULTS, *RAW_RESPONSES.values(), responses.TryAgain)]
+    results = [(model, "serialization") for model in (*FUTURE_RESULTS, responses.TryAgain)]
     _, definitions = models_json_schema(
         [*dict.fromkeys(bodies), *dict.fromkeys(results)],  # type: ignore[list-item]
         ref_template=REF,
@@ -153,10 +150,7 @@ def _body(name: str) -> dict[str, Any]:
     return {"required": True, "content": content}
 
 
-def _describe_futures(paths: dict[str, dict[str, Any]]) -> None:
-    operation = paths.get(f"{API}/retrieve_future", {}).get("post")
-    if operation is None:
-        return
+def _describe_future(operation: dict[str, Any]) -> None:
     operation["responses"]["200"] = {
         "description": "The result of what was asked, its size, or its failure (then there is an `error`).",
         "content": {

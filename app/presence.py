@@ -1,103 +1,55 @@
-"""Which sessions have given a sign of life, in memory, written to the store now and then.
+"""Which sessions are alive, answered without waiting for the writer.
 
-A heartbeat must be answered whatever the writer is doing, or clients believe that the server is gone; so a sign of
-life only notes a time, and `flush` writes many at once. Not responsible for ending silent sessions
-(`app/services/housekeeping.py`).
+A heartbeat must be answered whatever the writer is doing, or clients believe that the server is gone; so it costs a
+look into memory, now and then a read, and noting a time. Not responsible for writing those times or for ending silent
+sessions (`app/services/housekeeping.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 from schemas.errors import Gone, NotFound
 from store.database import Store
-from store.sessions import get_session, touch_sessions
-
-logger = logging.getLogger(__name__)
+from store.sessions import get_session
 
 TRUST_SECONDS = 60.0
 """How long a session that was found active is taken for active without another look."""
-FLUSH_SECONDS = 15.0
 MAX_REMEMBERED = 100_000
-
-
-def utc_now() -> datetime:
-    """The time, aware UTC."""
-    return datetime.now(UTC)
 
 
 class Presence:
     """Signs of life of sessions.
 
     Args:
+        touch: notes in memory that a session has just been heard of.
         clock: monotonic seconds.
-        now: aware UTC time, what the store records.
     """
 
     def __init__(
-        self, store: Store, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], datetime] = utc_now
+        self, store: Store, touch: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store = store
+        self._touch = touch
         self._clock = clock
-        self._now = now
         self._active: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._unwritten: dict[str, datetime] = {}
-        self._task: asyncio.Task[None] | None = None
 
     async def beat(self, project_id: str, session_id: str) -> None:
-        """Note a sign of life. Never waits for the writer.
+        """Note a sign of life.
 
         Raises:
             NotFound: the project has no such session.
             Gone: the session is finished or has expired.
         """
-        known_until = self._active.get((project_id, session_id), 0.0)
-        if known_until <= self._clock():
+        if self._active.get((project_id, session_id), 0.0) <= self._clock():
             await self._look(project_id, session_id)
-        self._unwritten[session_id] = self._now()
+        self._touch(session_id)
 
     def forget(self, project_id: str, session_id: str) -> None:
-        """The session has ended: look at the store again at its next heartbeat, and write nothing more for it."""
+        """The session has ended: look at the store again at its next heartbeat."""
         self._active.pop((project_id, session_id), None)
-        self._unwritten.pop(session_id, None)
-
-    async def flush(self) -> None:
-        """Write what is noted; on failure it stays noted."""
-        noted, self._unwritten = self._unwritten, {}
-        if not noted:
-            return
-        try:
-            await self._store.write(lambda db: touch_sessions(db, noted))
-        except BaseException:
-            self._unwritten = {**noted, **self._unwritten}
-            raise
-
-    def start(self) -> None:
-        """Begin flushing every `FLUSH_SECONDS`."""
-        self._task = asyncio.create_task(self._loop())
-
-    async def stop(self) -> None:
-        """Stop flushing, after a last flush."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
-        await self.flush()
-
-    async def _loop(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_SECONDS)
-            try:
-                await self.flush()
-            except Exception:
-                logger.exception("signs of life could not be written; trying again in %.0f s", FLUSH_SECONDS)
 
     async def _look(self, project_id: str, session_id: str) -> None:
         self._active.pop((project_id, session_id), None)

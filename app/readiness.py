@@ -9,9 +9,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from workers.runtime import ModelRuntime
-
 from schemas.responses import ModelReadiness, ReadyResponse
+from workers.runtime import ModelRuntime
 
 PROBE_SECONDS = 2.0
 TRUST_SECONDS = 1.0
@@ -68,4 +67,5 @@ def describe(runtime: ModelRuntime) -> str | None:
     if runtime.failure is not None:
         failure = runtime.failure
         return f"{failure.message} ({failure.hint})" if failure.hint else failure.message
-    return runtime.waiting("").reason or f"the base model is {runtime.state}"
+    doing = "loading" if runtime.state == "starting" else "restarting"
+    return f"{doing}: {runtime.progress}" if runtime.progress else doing

@@ -42,13 +42,13 @@ FAILED = 1
 
 def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app) -> int:
     """Serve until a signal; returns the exit code (0 after a drain, 1 if the server could not start)."""
-    server_log.configure(settings.log_level, settings.log_format)
-    raise_descriptor_limit()
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
         typer.echo(cannot_listen(settings, error), err=True)
         return FAILED
+    server_log.configure(settings.log_level, settings.log_format)
+    raise_descriptor_limit()
     with listener:
         app = make_app(settings)
         config = uvicorn.Config(

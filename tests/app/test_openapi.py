@@ -1,0 +1,128 @@
+"""The description is complete, valid in itself, and what the repository holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.main import create_app
+from app.openapi import to_yaml
+from app.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = {"healthz", "readyz"}
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Any]:
+    return create_app(Settings()).openapi()
+
+
+def operations(described: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def test_the_file_is_up_to_date(described: dict[str, Any]) -> None:
+    assert (ROOT / "openapi.yaml").read_text() == to_yaml(described), "run `make docs`"
+
+
+def test_every_reference_resolves_and_every_schema_is_used(described: dict[str, Any]) -> None:
+    schemas = described["components"]["schemas"]
+    used: set[str] = set()
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if key == "$ref":
+                    name = value.removeprefix("#/components/schemas/")
+                    assert name in schemas, value
+                    used.add(name)
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(described)
+    assert set(schemas) == used
+
+
+def test_operation_ids_are_stable_names(described: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for _, _, operation in operations(described)]
+    assert len(set(ids)) == len(ids)
+    for name in ids:
+        assert name.replace("_", "").isalpha(), name
+
+
+def test_every_post_has_a_body_and_every_operation_its_errors_and_key(described: dict[str, Any]) -> None:
+    for path, method, operation in operations(described):
+        public = operation["operationId"] in PUBLIC
+        assert bool(operation.get("security")) is not public, path
+        assert operation.get("summary"), path
+        assert "422" not in operation["responses"], path
+        if method in ("post", "put"):
+            content = operation["requestBody"]["content"]
+            assert content["application/json"]["schema"], path
+        if public:
+            continue
+        for status in ("400", "401", "404", "413", "503"):
+            schema = operation["responses"][status]["content"]["application/json"]["schema"]
+            assert schema == {"$ref": "#/components/schemas/ErrorResponse"}, (path, status)
+
+
+def test_every_success_is_described_or_empty(described: dict[str, Any]) -> None:
+    for path, _, operation in operations(described):
+        successes = {code: answer for code, answer in operation["responses"].items() if code.startswith("2")}
+        assert successes, path
+        for code, answer in successes.items():
+            if code == "204" or operation["operationId"] in ("finish_session",):
+                continue
+            for content in answer["content"].values():
+                assert content["schema"], path
+
+
+def test_forward_backward_takes_json_and_protobuf(described: dict[str, Any]) -> None:
+    content = described["paths"]["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
+    assert content["application/json"]["schema"] == {"$ref": "#/components/schemas/ForwardBackwardRequest"}
+    assert content["application/x-protobuf"]["schema"]["format"] == "binary"
+
+
+def test_a_future_is_one_of_the_results(described: dict[str, Any]) -> None:
+    answers = described["paths"]["/api/v1/retrieve_future"]["post"]["responses"]
+    names = {ref["$ref"].rpartition("/")[2] for ref in answers["200"]["content"]["application/json"]["schema"]["oneOf"]}
+    assert {"ForwardBackwardOutput", "SampleResponse", "OptimStepResult", "FailedFuture"} <= names
+    assert answers["200"]["content"]["application/x-protobuf"]
+    assert answers["408"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/TryAgain"}
+
+
+def test_the_key_is_a_security_scheme(described: dict[str, Any]) -> None:
+    [scheme] = described["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
+
+
+def test_primitives_are_routes(described: dict[str, Any]) -> None:
+    for name in (
+        "client/config",
+        "client/dynamic_config",
+        "create_session",
+        "session_heartbeat",
+        "sessions/{session_id}/finish",
+        "telemetry",
+        "create_model",
+        "get_info",
+        "forward_backward",
+        "forward",
+        "optim_step",
+        "zero_grad",
+        "save_weights",
+        "load_weights",
+        "save_weights_for_sampler",
+        "create_sampling_session",
+        "asample",
+        "retrieve_future",
+    ):
+        assert f"/api/v1/{name}" in described["paths"], name
