@@ -103,8 +103,9 @@ class Store:
     async def write(self, work: Work[T]) -> T:
         """Run `work` in the writer's transaction. When this returns, what it wrote is on disk.
 
-        `work` gets a session with a savepoint of its own and does database work only (no files, no compute, no other
-        `write`, no commit of its own): everything else waits for it. Its own exception comes back as it is, and nothing of it is kept.
+        `work` gets a session with a savepoint of its own and does database work only: no files, no compute, no other
+        `write`, no commit of its own. Everything else waits for it. Its own exception comes back as it is, and nothing
+        that it wrote is kept.
 
         Raises:
             Unavailable: the store is closed, or the database could not commit; nothing was kept then.
