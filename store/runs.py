@@ -72,11 +72,11 @@ async def get_run(db: AsyncSession, project_id: str, model_id: str) -> RunRecord
 
 
 async def list_runs(db: AsyncSession, project_id: str, limit: int, offset: int) -> tuple[list[RunRecord], int]:
-    """One page of a project's runs, newest first, and how many there are in all."""
-    mine = Run.project_id == project_id
+    """One page of a project's runs, newest first, and how many there are in all; those never created are left out."""
+    mine = (Run.project_id == project_id, Run.state != "failed")
     order = (Run.created_at.desc(), Run.model_id)
-    rows = await db.scalars(select(Run).where(mine).order_by(*order).limit(limit).offset(offset))
-    total = await db.scalar(select(func.count()).select_from(Run).where(mine))
+    rows = await db.scalars(select(Run).where(*mine).order_by(*order).limit(limit).offset(offset))
+    total = await db.scalar(select(func.count()).select_from(Run).where(*mine))
     return [_record(row) for row in rows], total or 0
 
 
