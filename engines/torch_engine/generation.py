@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +29,12 @@ from schemas.operations import Sample, SampledSequence, SampleResult, TopK
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _SCORED_CELLS = 2**25
 """Logits held at once while prompt tokens are scored (rows x vocabulary): 128 MiB in float32."""
-_PREFILL_CHUNK = 2048
-"""Prompt positions per pass when nothing is scored."""
+_PREFILL_CHUNK = 512
+"""Prompt positions per pass when nothing is scored. Pieces depend on the request alone, never on its company."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,15 @@ class Running:
 
 
 @dataclass(eq=False, slots=True)
+class Reading:
+    """A request whose prompt is being read: the cache holds its first `position` tokens."""
+
+    running: Running
+    cache: RowCache
+    position: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class Batch:
     """Rows that are decoded in one pass; `logits` [rows, V] predict each row's next token."""
 
@@ -126,6 +137,7 @@ class TorchGeneration(Generation):
             name: plan for name, plan in plans.items() if isinstance(plan, TinsmithError)
         }
         self._running: dict[str, Running] = {}
+        self._reading: Reading | None = None
         self._batches: list[Batch] = []
         self._model = model
         self._adapters = adapters
@@ -138,7 +150,7 @@ class TorchGeneration(Generation):
         return [*self._ended, *self._running, *self._waiting]
 
     def step(self, tokens: int) -> Mapping[str, SampleResult | TinsmithError]:
-        """Read waiting prompts (up to a token budget, at least one), then decode up to `tokens` tokens per row."""
+        """Read waiting prompts (about a token budget of them), then decode up to `tokens` tokens per row."""
         with torch.inference_mode():
             self._admit()
             for _ in range(tokens):
@@ -162,47 +174,47 @@ class TorchGeneration(Generation):
     def _admit(self) -> None:
         budget = self._prefill_tokens
         fresh: list[Batch] = []
-        for name, plan in list(self._waiting.items()):
-            length = len(plan.request.prompt)
-            if fresh and length > budget:
-                break
-            budget -= length
-            del self._waiting[name]
-            batch = self._guarded(name, partial(self._begin, name, plan))
+        while budget > 0 and (self._reading or self._waiting):
+            if self._reading is None:
+                name = next(iter(self._waiting))
+                self._reading = self._guarded(name, partial(self._open, name, self._waiting.pop(name)))
+                continue
+            reading, before = self._reading, self._reading.position
+            batch = self._guarded(reading.running.request_id, partial(self._read_piece, reading))
+            budget -= max(reading.position - before, 1)
             if batch is not None:
                 fresh.append(batch)
+                self._reading = None
         if fresh:
             self._batches = self._grouped([*self._batches, *fresh])
 
-    def _begin(self, name: str, plan: Plan) -> Batch:
-        request = plan.request
-        params = request.params
-        adapter = None if request.adapter_folder is None else self._adapters.acquire(request.adapter_folder)
+    def _open(self, name: str, plan: Plan) -> Reading:
+        request, params = plan.request, plan.request.params
+        scores = PromptScores(request, stream(plan.seed, "alternatives"))
         rule = DrawRule(params.temperature, params.top_k, params.top_p)
-        running = Running(name, plan, adapter, rule, PromptScores(request, stream(plan.seed, "alternatives")))
-        self._running[name] = running
+        adapter = None if request.adapter_folder is None else self._adapters.acquire(request.adapter_folder)
+        running = Running(name, plan, adapter, rule, scores)
         running.rows = [Row(running, stream(plan.seed, i)) for i in range(request.num_samples)]
-        cache = RowCache.empty(plain=self._model.plain)
-        last = self._read_prompt(running, cache)
-        cache.select([0] * request.num_samples)
-        return Batch(list(running.rows), cache, last.expand(request.num_samples, -1))
+        self._running[name] = running
+        return Reading(running, RowCache.empty(plain=self._model.plain))
 
-    def _read_prompt(self, running: Running, cache: RowCache) -> Tensor:
-        """Fill the cache with the prompt, score it on the way, and return the logits [1, V] behind it."""
-        tokens = torch.from_numpy(np.ascontiguousarray(running.plan.request.prompt, dtype=np.int64))[None]
-        length = tokens.shape[1]
-        first_row = running.scores.first_row
-        chunk = length
+    def _read_piece(self, reading: Reading) -> Batch | None:
+        """Run the next piece of the prompt and score it; behind the last piece, the rows that are to be decoded."""
+        running, request = reading.running, reading.running.plan.request
+        length, first_row = len(request.prompt), running.scores.first_row
+        piece = length
         if self._model.plain:  # other caches do not all take a prompt in pieces
-            chunk = _PREFILL_CHUNK if first_row == length - 1 else max(_SCORED_CELLS // self._model.vocab_size, 1)
-        segments = segments_of([running.adapter])
-        logits = torch.empty(0)
-        for start in range(0, length, chunk):
-            stop = min(start + chunk, length)
-            keep = stop - min(max(first_row, start), stop - 1)
-            logits = self._model.run(tokens[:, start:stop], cache, segments, keep)[0]
-            running.scores.add(stop - keep, logits)
-        return logits[-1:]
+            piece = _PREFILL_CHUNK if first_row == length - 1 else max(_SCORED_CELLS // self._model.vocab_size, 1)
+        start, stop = reading.position, min(reading.position + piece, length)
+        keep = stop - min(max(first_row, start), stop - 1)
+        tokens = torch.from_numpy(np.ascontiguousarray(request.prompt[start:stop], dtype=np.int64))[None]
+        logits = self._model.run(tokens, reading.cache, segments_of([running.adapter]), keep)[0]
+        running.scores.add(stop - keep, logits)
+        reading.position = stop
+        if stop < length:
+            return None
+        reading.cache.select([0] * request.num_samples)
+        return Batch(list(running.rows), reading.cache, logits[-1:].expand(request.num_samples, -1))
 
     def _grouped(self, batches: list[Batch]) -> list[Batch]:
         """Join what may share a pass, rows sorted by adapter; if memory is too short for that, leave them apart."""
@@ -297,7 +309,7 @@ class TorchGeneration(Generation):
         batch.logits = self._model.run(tokens, batch.cache, segments, 1)[:, -1]
 
     # -- endings --------------------------------------------------------------------------------------------------
-    def _guarded(self, name: str, work: Callable[[], Batch]) -> Batch | None:
+    def _guarded(self, name: str, work: Callable[[], T]) -> T | None:
         """Run work that belongs to one request; whatever it raises ends that request alone."""
         try:
             return work()
@@ -314,6 +326,8 @@ class TorchGeneration(Generation):
             self._leave(running)
 
     def _leave(self, running: Running) -> None:
+        if self._reading is not None and self._reading.running is running:
+            self._reading = None
         folder = running.plan.request.adapter_folder
         if folder is not None:
             self._adapters.release(folder)

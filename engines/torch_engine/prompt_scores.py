@@ -14,9 +14,6 @@ from torch import Tensor
 from engines.torch_engine.sampling_rules import tempered_logprobs
 from schemas.operations import Sample, TopK
 
-EMPTY_LOGPROB = -99999.0
-"""Fills top-k cells that hold nothing (id 0), as Tinker's wire form does."""
-
 
 class PromptScores:
     """Collects what one request asks about its prompt of L tokens.
@@ -96,5 +93,5 @@ class PromptScores:
 
 
 def empty_topk(length: int, k: int) -> TopK:
-    """A top-k table [length, k] whose cells are all empty: id 0 and `EMPTY_LOGPROB`."""
-    return TopK(np.zeros((length, k), np.int32), np.full((length, k), EMPTY_LOGPROB, np.float32))
+    """A top-k table [length, k] whose cells are all empty: id 0 and NaN."""
+    return TopK(np.zeros((length, k), np.int32), np.full((length, k), np.nan, np.float32))

@@ -81,26 +81,30 @@ def draw(logprobs: Tensor, rules: Sequence[DrawRule], uniforms: Sequence[float])
     return [int(token) for token in tokens.tolist()]
 
 
-def _draw_filtered(logprobs: Tensor, rules: Sequence[DrawRule], position: Tensor) -> Tensor:
-    """Top-k and top-p on the likeliest tokens; the whole vocabulary is sorted only for a very wide nucleus."""
+def _draw_filtered(
+    logprobs: Tensor, rules: Sequence[DrawRule], position: Tensor, candidates: int = _FIRST_CANDIDATES
+) -> Tensor:
+    """Top-k and top-p on the likeliest tokens; rows whose nucleus is wider are done again with more of them."""
     vocabulary = logprobs.shape[-1]
     limits = [min(rule.top_k, vocabulary) if rule.top_k > 0 else vocabulary for rule in rules]
+    open_ended = torch.tensor([rule.top_k <= 0 for rule in rules], device=logprobs.device)[:, None]
+    width = min(
+        vocabulary, max(limit if rule.top_k > 0 else candidates for rule, limit in zip(rules, limits, strict=True))
+    )
     limit = torch.tensor(limits, device=logprobs.device)[:, None]
     nucleus = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=logprobs.device)[:, None]
-    open_ended = [rule.top_k <= 0 for rule in rules]
-    width = max(_FIRST_CANDIDATES if free else k for k, free in zip(limits, open_ended, strict=True))
-    while True:
-        width = min(width, vocabulary)
-        values, ids = torch.topk(logprobs, width, dim=-1)
-        mass = values.double().exp().masked_fill(torch.arange(width, device=logprobs.device) >= limit, 0.0)
-        # Without top-k the total is 1 by definition, so that a prefix of the order shows where the nucleus ends.
-        total = torch.where(torch.tensor(open_ended, device=mass.device)[:, None], 1.0, mass.sum(-1, keepdim=True))
-        before = mass.cumsum(-1) - mass
-        complete = (mass.sum(-1, keepdim=True) >= nucleus * total) | (limit <= width)
-        if width == vocabulary or bool(complete.all()):
-            kept = mass.masked_fill(before >= nucleus * total, 0.0)
-            return ids.gather(-1, _invert(kept, position)[:, None])[:, 0]
-        width = vocabulary
+    values, ids = torch.topk(logprobs, width, dim=-1)
+    mass = values.double().exp().masked_fill(torch.arange(width, device=logprobs.device) >= limit, 0.0)
+    found = mass.sum(-1, keepdim=True)
+    # Without top-k the total is 1 by definition, so that a prefix of the order shows where the nucleus ends.
+    wanted = nucleus * torch.where(open_ended, 1.0, found)
+    kept = mass.masked_fill(mass.cumsum(-1) - mass >= wanted, 0.0)
+    tokens = ids.gather(-1, _invert(kept, position)[:, None])[:, 0]
+    short = [i for i, bad in enumerate(((found < wanted) & (limit > width))[:, 0].tolist()) if bad]
+    if short:
+        rows = torch.tensor(short, device=logprobs.device)
+        tokens[rows] = _draw_filtered(logprobs[rows], [rules[i] for i in short], position[rows], 8 * candidates)
+    return tokens
 
 
 def _invert(mass: Tensor, position: Tensor) -> Tensor:

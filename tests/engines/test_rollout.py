@@ -404,12 +404,38 @@ def test_prompts_beyond_the_budget_join_later_and_change_nothing(world: World) -
     requests = {str(i): sample(p) for i, p in enumerate(PROMPTS)}
     running = world.engine(prefill_tokens=30).start(requests)
     ended = dict(running.step(1))
-    assert len(running._waiting) == 3  # 3 + 23 tokens fit into 30, the next 11 do not
+    assert len(running._waiting) == 2  # 3 + 23 tokens leave some of the 30, so the third is read as well
     while running.active:
         ended.update(running.step(2))
     assert {n: sequences(r) for n, r in ended.items()} == {
         n: sequences(r) for n, r in run(world.engine(), requests).items()
     }
+
+
+def test_a_long_prompt_is_read_over_several_steps_and_can_be_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_PREFILL_CHUNK", 16)
+    requests = {"short": sample(PROMPTS[0]), "long": sample([9] * 100, prompt_logprobs=False), "last": sample([4])}
+    expected = run(world.engine(), requests)
+    running = world.engine(prefill_tokens=20).start(requests)
+    ended: dict[str, SampleResult | TinsmithError] = {}
+    steps = 0
+    while "long" not in ended:
+        ended.update(running.step(2))
+        steps += 1
+        assert steps < 40
+    assert steps > 4  # 100 tokens at 32 a step, beside the others' decoding
+    while running.active:
+        ended.update(running.step(2))
+    assert {n: sequences(r) for n, r in ended.items()} == {n: sequences(r) for n, r in expected.items()}
+    running = world.engine(prefill_tokens=20).start(requests)
+    running.step(1)
+    running.cancel("long")
+    assert set(running.active) == {"short", "last"}
+    while running.active:
+        ended = dict(running.step(20))
+    assert sequences(ended["last"]) == sequences(expected["last"])
 
 
 def test_a_cancelled_request_leaves_the_others_as_they_were(world: World) -> None:

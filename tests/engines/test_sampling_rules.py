@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.torch_engine.prompt_scores import EMPTY_LOGPROB, PromptScores
+from engines.torch_engine.prompt_scores import PromptScores
 from engines.torch_engine.sampling_rules import DrawRule, draw, stream, tempered_logprobs
 from engines.torch_engine.stops import StopStrings, stop_rule
 from schemas.errors import InvalidRequest
@@ -166,7 +166,7 @@ def test_prompt_scores_by_hand() -> None:
     assert np.isnan(scores.logprobs[:3]).all()
     np.testing.assert_allclose(scores.logprobs[3:], [plain[2, 1], plain[3, 5]], rtol=1e-6)
     assert scores.topk is not None
-    assert (scores.topk.logprobs[:3] == EMPTY_LOGPROB).all()
+    assert np.isnan(scores.topk.logprobs[:3]).all()
     assert (scores.topk.ids[:3] == 0).all()
     np.testing.assert_array_equal(scores.topk.ids[4], np.argsort(-plain[3])[:2])
     assert scores.targets is not None
