@@ -12,7 +12,7 @@ from math import isfinite
 import numpy as np
 
 from app.codec.limits import CodecLimits
-from app.codec.tensors import Numbers
+from app.codec.tensors import Numbers, to_float32
 from schemas.errors import InvalidRequest
 from schemas.losses import INTEGER_INPUTS, LOSSES, LossSignature
 from schemas.operations import Datum, Int64, TrainBatch
@@ -149,8 +149,7 @@ def _checked_values(name: str, values: Numbers, field: str) -> Numbers:
         if values.dtype != np.int64:
             raise InvalidRequest(f"{field} must hold integers (token ids), but holds floats", field=field)
         return _checked_ids(values.astype(np.int64, copy=False), field)
-    with np.errstate(over="ignore"):
-        floats = values.astype(np.float32, copy=False)
+    floats = to_float32(values, copy=False)
     if not np.isfinite(floats).all():
         at = int(np.flatnonzero(~np.isfinite(floats))[0])
         raise InvalidRequest(f"{field} holds {values.flat[at]} at index {at}; only finite float32 values", field=field)
@@ -158,7 +157,7 @@ def _checked_values(name: str, values: Numbers, field: str) -> Numbers:
 
 
 def _checked_ids(ids: Int64, field: str) -> Int64:
-    if ids.size and (ids.min() < 0 or ids.max() > MAX_TOKEN_ID):
+    if ids.size and ids.view(np.uint64).max() > MAX_TOKEN_ID:  # as unsigned, a negative one is huge
         at = int(np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))[0])
         raise InvalidRequest(
             f"{field} holds {ids.flat[at]} at index {at}; a token id is 0 to {MAX_TOKEN_ID}", field=field

@@ -158,7 +158,14 @@ def _widened(values: NDArray[Any]) -> Numbers:
     """A writable copy in the machine's byte order: int32 becomes int64, floats become float32."""
     if values.dtype.kind == "i":
         return values.astype(np.int64)
-    with np.errstate(over="ignore"):  # what overflows becomes infinite, and is refused by name later
+    return to_float32(values, copy=True)
+
+
+def to_float32(values: NDArray[Any], *, copy: bool) -> NDArray[np.float32]:
+    """What float32 cannot hold becomes infinite without a warning: it is refused by name later."""
+    if values.dtype.itemsize <= 4:
+        return values.astype(np.float32, copy=copy)
+    with np.errstate(over="ignore"):
         return values.astype(np.float32)
 
 

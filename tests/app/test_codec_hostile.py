@@ -141,6 +141,11 @@ def test_repeated_keys_are_named_and_integers_are_exact() -> None:
     }
 
 
+def test_a_flood_of_strings_is_refused_before_it_costs_time() -> None:
+    with pytest.raises(InvalidRequest, match="strings"):
+        parse_json(b"[" + b",".join([b'""'] * 600_000) + b"]")
+
+
 def test_a_zstd_bomb_is_stopped_early() -> None:
     limits = CodecLimits(max_body_bytes=1_000_000)
     zeros = bytes(50_000_000)
