@@ -6,6 +6,7 @@ decoding itself (`engines/rollout.py`).
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable
@@ -21,6 +22,9 @@ _log = logging.getLogger("tinsmith.runtime")
 
 MAX_GENERATIONS = 4
 """Batches in flight. A new sample need not wait for the end of a long batch, and memory stays bounded."""
+GATHER_SECONDS = 0.01
+"""How long an idle sampler waits before the first batch: the samples of one burst arrive over a few milliseconds, and
+decoding them together costs hardly more than decoding the first one alone."""
 
 
 @dataclass(slots=True)
@@ -64,6 +68,8 @@ class SamplingLane:
 
         Raises `WorkerDied`; what was decoding then stays with the lane until `requeue`.
         """
+        if not self._batches and self._line.peek() is not None:
+            await asyncio.sleep(GATHER_SECONDS)
         await self._start_batches()
         if not self._batches:
             return False

@@ -73,14 +73,17 @@ class Entry:
             raise to_tinsmith_error(error, "reading the request back") from None
 
     def unload(self) -> None:
-        """Give the memory of the loaded operation back."""
+        """Give the memory of the loaded operation back. A load that is under way is not cancelled but forgotten, for
+        the runtime's loop may be waiting for it."""
         loading, self._loading = self._loading, None
-        if loading is None:
-            return
-        if not loading.done():
-            loading.cancel()
-        elif not loading.cancelled():
-            loading.exception()  # Marks it as seen, so that asyncio does not report a failure nobody waits for.
+        if loading is not None:
+            loading.add_done_callback(_observe)
+
+
+def _observe(loading: asyncio.Future[Operation]) -> None:
+    """Look at the error of a load that nobody waits for, so that asyncio does not report it as forgotten."""
+    if not loading.cancelled():
+        loading.exception()
 
 
 class Desk:
@@ -111,6 +114,8 @@ class Desk:
         entry.over = True
         entry.unload()
         del self._entries[entry.ticket.request_id]
+        if isinstance(outcome, TinsmithError) and outcome.category == "server":
+            _log.warning("request %s failed: %s: %s", entry.ticket.request_id, outcome.code, outcome.message)
         task = asyncio.ensure_future(self._answer(entry.ticket, outcome))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)

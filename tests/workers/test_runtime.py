@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import EngineFailure, Gone, InvalidRequest, NotFound, TinsmithError, Unavailable
-from schemas.operations import LoadWeights, SampleResult, SaveWeights, ZeroGrad
+from schemas.operations import LoadWeights, Operation, SampleResult, SaveWeights, ZeroGrad
 from tests.support.toy_worker import RAISE_PROMPT
 from tests.workers.harness import batch, create, running, sample, step, toy_group, until, until_state, value
+from workers.runtime import Ticket
 
 
 async def test_every_operation_reaches_its_worker_method(tmp_path: Path) -> None:
@@ -222,6 +223,38 @@ async def test_cancelled_samples_end_at_once_and_free_their_batch() -> None:
                 await value(outcome, 1)
         assert isinstance(await value(client.submit(sample(tokens=2))), SampleResult)
         assert group.worker._generations == {}
+
+
+async def test_cancelling_while_the_request_is_read_back_does_not_disturb_the_runtime() -> None:
+    async with running(toy_group()) as (runtime, client, _):
+        reading, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow_load() -> Operation:
+            reading.set()
+            await go_on.wait()
+            return sample()
+
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def done(result: Any) -> None:
+            outcome.set_result(result)
+
+        runtime.submit(Ticket("slow", "p", None, None, slow_load, done))
+        await asyncio.wait_for(reading.wait(), 5)
+        runtime.cancel("slow")
+        with pytest.raises(Gone):
+            await value(outcome, 1)
+        go_on.set()
+        assert isinstance(await value(client.submit(sample())), SampleResult)
+
+
+async def test_a_burst_of_samples_decodes_as_one_batch() -> None:
+    group = toy_group()
+    async with running(group) as (_runtime, client, _):
+        first = client.submit(sample(1))
+        await asyncio.sleep(0.002)
+        await asyncio.gather(first, *(client.submit(sample(i)) for i in range(2, 8)))
+        assert group.calls.count("start_generation") == 1
 
 
 async def test_training_cannot_be_cancelled() -> None:

@@ -1,0 +1,91 @@
+"""The whole of it on a tiny real model: torch engine and sampler in a child process, driven by the runtime."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from schemas.errors import ModelLost
+from schemas.operations import (
+    CreateModel,
+    Datum,
+    LoadWeights,
+    LoraSpec,
+    OptimStep,
+    OptimStepParams,
+    Sample,
+    SamplingParams,
+    SaveWeights,
+    TrainBatch,
+)
+from tests.support.tiny_model import make_tiny_model
+from tests.workers.harness import running, until_state, value
+from workers.local import LocalWorkerGroup
+from workers.spec import WorkerSpec
+
+STEP = OptimStep(OptimStepParams(lr=0.02, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0))
+
+
+def overfit(model_id: str, *, backward: bool = True) -> TrainBatch:
+    text = np.frombuffer(b"the quick brown fox", np.uint8).astype(np.int64) + 3
+    inputs = {"target_tokens": text[1:], "weights": np.ones(len(text) - 1, np.float32)}
+    return TrainBatch(model_id, (Datum(text[:-1], inputs),), "cross_entropy", {}, backward)
+
+
+async def test_train_save_sample_kill_and_resume(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    spec = WorkerSpec("tiny", str(tmp_path / "model"), str(tmp_path / "data"), dtype="float32", device="cpu", threads=1)
+    group = LocalWorkerGroup(spec)
+    async with running(group, grace=5) as (runtime, client, lost):
+        assert runtime.info is not None
+        assert runtime.info.vocab_size == 259
+        runtime.open_model("m")
+        await value(client.submit(CreateModel(LoraSpec(8, seed=3)), "m", 0), 30)
+        losses = []
+        for turn in range(8):
+            trained = client.submit(overfit("m"), "m", 1 + 2 * turn)
+            await value(client.submit(STEP, "m", 2 + 2 * turn))
+            losses.append((await value(trained)).metrics["loss:sum"])
+        assert losses[-1] < 0.5 * losses[0]
+        folder = str(tmp_path / "saved")
+        saved = await value(client.submit(SaveWeights(folder, True), "m", 17))
+        assert saved.size_bytes > 0
+        before = await value(client.submit(overfit("m", backward=False), "m", 18))
+        request = Sample(np.array([40, 50], np.int64), SamplingParams(max_tokens=40, seed=7, stop=()), 4, folder)
+        drawn = await value(client.submit(request), 30)
+
+        again = client.submit(request)
+        os.kill(group.pids[0], signal.SIGKILL)
+        with pytest.raises(ModelLost):
+            await value(client.submit(STEP, "m", 19), 30)
+        await until_state(runtime, "ready")
+        assert lost == ["m"]
+        for one, other in zip(drawn.sequences, (await value(again, 30)).sequences, strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+        runtime.open_model("r")
+        assert (await value(client.submit(LoadWeights(folder, True, create=True), "r", 0))).lora.rank == 8
+        after = await value(client.submit(overfit("r", backward=False), "r", 1))
+        np.testing.assert_array_equal(after.logprobs[0], before.logprobs[0])
+
+
+async def test_a_model_that_cannot_be_loaded_says_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    spec = WorkerSpec("tiny", str(tmp_path / "model"), str(tmp_path / "data"), device="cpu", threads=1)
+    async with running(LocalWorkerGroup(spec), wait=False) as (runtime, _, _lost):
+        await until_state(runtime, "failed")
+        assert runtime.failure is not None
+        assert "model_type" in runtime.failure.message
+        assert str(tmp_path) not in runtime.failure.message
+
+
+async def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
+    spec = WorkerSpec("tiny", str(tmp_path), str(tmp_path), engine="abacus")
+    async with running(LocalWorkerGroup(spec), wait=False) as (runtime, _, _lost):
+        await until_state(runtime, "failed")
+        assert runtime.failure is not None
+        assert "abacus" in runtime.failure.message
