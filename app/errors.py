@@ -114,8 +114,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
 def _field(loc: Sequence[int | str]) -> str:
     """`("body", "data", 3, "tokens")` -> `data[3].tokens`; names of validators inside the path are left out."""
     parts = list(loc)
-    if parts and parts[0] in ("body", "query", "path", "header"):
-        parts = parts[1:]
+    if parts[:1] == ["body"] or (len(parts) > 1 and parts[0] in ("query", "path", "header")):
+        parts = parts[1:]  # where it was; `path` alone is a field of that name
     text = ""
     for part in parts:
         if isinstance(part, int):
