@@ -26,14 +26,18 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
 
     Raises what `get_engine`, `prepare` and `load` raise: a `TinsmithError` that says what is wrong with the model.
     """
-    from transformers import AutoTokenizer
-
     from engines.base_models import prepare
     from engines.registry import get_engine
+
+    progress("starting the engine")
+    engine_class = get_engine(spec.engine)
+
+    from transformers import AutoTokenizer
+
     from engines.torch_engine.engine import TorchEngine
     from engines.torch_engine.rollout import TorchRollout
 
-    if not issubclass(get_engine(spec.engine), TorchEngine):
+    if not issubclass(engine_class, TorchEngine):
         raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
     progress("preparing the files of the base model")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))

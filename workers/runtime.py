@@ -163,10 +163,10 @@ class ModelRuntime:
             while await self._cycle():
                 pass
         except TinsmithError as error:
-            self._fail(error)
+            await self._fail(error)
         except Exception as error:
             _log.exception("the runtime of %s failed", self.name)
-            self._fail(EngineFailure(f"the runtime failed ({type(error).__name__})"))
+            await self._fail(EngineFailure(f"the runtime failed ({type(error).__name__})"))
 
     async def _cycle(self) -> bool:
         """One turn for training and one for sampling; False when stopped and nothing is left that can run."""
@@ -244,10 +244,11 @@ class ModelRuntime:
         except Exception:
             _log.exception("the loss of %d models of %s cannot be recorded", len(lost), self.name)
 
-    def _fail(self, error: TinsmithError) -> None:
+    async def _fail(self, error: TinsmithError) -> None:
         self.state, self.failure = "failed", error
         _log.error("base model %s is not available: %s", self.name, error.message)
         self._desk.finish_all(self._unavailable())
+        await self._group.stop()
 
     def _unavailable(self) -> Unavailable:
         if self.failure is None:

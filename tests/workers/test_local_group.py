@@ -224,7 +224,7 @@ def test_children_die_with_a_killed_server() -> None:
 
 
 def test_server_side_imports_no_torch() -> None:
-    code = "import workers.local, workers.spec, sys; sys.exit('torch' in sys.modules)"
+    code = "import workers.local, workers.runtime, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

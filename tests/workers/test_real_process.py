@@ -22,6 +22,7 @@ from schemas.operations import (
     SaveWeights,
     TrainBatch,
 )
+from tests.support.inline_group import InlineWorkerGroup
 from tests.support.tiny_model import make_tiny_model
 from tests.workers.harness import running, until_state, value
 from workers.local import LocalWorkerGroup
@@ -76,7 +77,7 @@ async def test_a_model_that_cannot_be_loaded_says_what_is_wrong(tmp_path: Path) 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     spec = WorkerSpec("tiny", str(tmp_path / "model"), str(tmp_path / "data"), device="cpu", threads=1)
-    async with running(LocalWorkerGroup(spec), wait=False) as (runtime, _, _lost):
+    async with running(InlineWorkerGroup.from_spec(spec), wait=False) as (runtime, _, _lost):
         await until_state(runtime, "failed")
         assert runtime.failure is not None
         assert "model_type" in runtime.failure.message
@@ -85,7 +86,7 @@ async def test_a_model_that_cannot_be_loaded_says_what_is_wrong(tmp_path: Path) 
 
 async def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
     spec = WorkerSpec("tiny", str(tmp_path), str(tmp_path), engine="abacus")
-    async with running(LocalWorkerGroup(spec), wait=False) as (runtime, _, _lost):
+    async with running(InlineWorkerGroup.from_spec(spec), wait=False) as (runtime, _, _lost):
         await until_state(runtime, "failed")
         assert runtime.failure is not None
         assert "abacus" in runtime.failure.message
