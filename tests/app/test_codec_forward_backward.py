@@ -305,6 +305,20 @@ def test_wrong_protobuf_is_refused(change: Any, said: str) -> None:
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 1e300])
+def test_parameters_of_a_loss_are_finite(value: float) -> None:
+    with pytest.raises(InvalidRequest, match="clip_high_threshold"):
+        decode_forward_backward(_changed(_config(value)), PROTO)
+
+
+def _config(value: float) -> Any:
+    def change(message: Any, weights: Any) -> None:
+        message.loss_fn = "ppo"
+        message.loss_fn_config["clip_high_threshold"] = value
+
+    return change
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_values_that_are_not_finite_are_refused(value: float) -> None:
     body = sdk_body([datum([0, 1], target_tokens=tensor([1, 2], "int64"), weights=tensor([1, value], "float32"))])
