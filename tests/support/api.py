@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,8 +15,12 @@ import httpx
 from app.settings import Settings
 from tests.app.conftest import MODEL, Edge, running
 from tests.support.inline_group import InlineWorkerGroup
+from workers.build import Progress, resolve_builder
 from workers.group import WorkerGroup
 from workers.spec import WorkerSpec
+
+_LOADING = threading.Lock()
+"""transformers cannot load two models at once in one process; a server loads each in a process of its own."""
 
 DATA = [
     {
@@ -43,8 +48,13 @@ class Groups:
 
     def __call__(self, name: str, source: str | None) -> WorkerGroup:
         spec = WorkerSpec(model=name, source=source, data_dir=str(self.data_dir), threads=1, dtype="float32")
-        self.made.append(InlineWorkerGroup.from_spec(spec))
+        self.made.append(InlineWorkerGroup(lambda progress: _build(spec, progress)))
         return self.made[-1]
+
+
+def _build(spec: WorkerSpec, progress: Progress) -> object:
+    with _LOADING:
+        return resolve_builder(spec)(spec, progress)
 
 
 @dataclass
