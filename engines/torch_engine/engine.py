@@ -31,7 +31,7 @@ from engines.torch_engine.loading import (
     resolve_dtype,
 )
 from engines.torch_engine.validation import check_batch
-from schemas.errors import AlreadyExists, EngineFailure, NotFound, OutOfMemory, Unavailable
+from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NotFound, OutOfMemory, Unavailable
 from schemas.losses import INTEGER_INPUTS
 from schemas.operations import (
     BaseModelInfo,
@@ -237,10 +237,12 @@ class TorchEngine(BaseEngine):
         logprobs: list[np.ndarray[Any, np.dtype[np.float32]]] = []
         metrics: list[Mapping[str, float]] = []
         with _memory_errors(f"a batch of {len(batch.datums)} datums"):
-            for datum in batch.datums:
+            for index, datum in enumerate(batch.datums):
                 inputs = self._tensors(datum)
                 with self.router.use([(state.weights, slice(0, 1))]):
                     lp, term = self._datum(datum, inputs, function, config)
+                    if not bool(torch.isfinite(lp).all()):
+                        raise _diverged(index)
                     if collected is not None:
                         grads = _gradient(term.loss, state.weights.tensors)
                         collected.add(grads, 1, None if _finite(grads) else (0, 0))
@@ -272,6 +274,14 @@ def _gradient(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """d loss / d tensors, zeros where a tensor was not used (an expert that no token chose)."""
     grads = torch.autograd.grad(loss, tensors, allow_unused=True)
     return [torch.zeros_like(t, requires_grad=False) if g is None else g for t, g in zip(tensors, grads, strict=True)]
+
+
+def _diverged(index: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the logprobs of data[{index}] are not finite: the weights of this adapter have grown too large",
+        hint="load an earlier checkpoint and use a smaller learning rate",
+        code="diverged",
+    )
 
 
 def _finite(tensors: list[Tensor]) -> bool:

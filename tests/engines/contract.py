@@ -339,6 +339,20 @@ class EngineContract:
         engine.optimizer_step("twin", FAST)
         self.same(logprobs(engine, "a"), logprobs(engine, "twin"))
 
+    def test_a_diverged_adapter_says_so_and_harms_nobody_else(self, engine: BaseEngine) -> None:
+        engine.create_adapter("a", SPEC)
+        engine.create_adapter("b", SPEC)
+        before = logprobs(engine, "b")
+        for _ in range(2):
+            accumulate(engine, make_batch("b"))
+        train(engine, make_batch("a"))
+        train(engine, make_batch("a"), OptimStepParams(lr=1e30))
+        for call in (lambda: engine.forward(make_batch("a")), lambda: accumulate(engine, make_batch("a"))):
+            with pytest.raises(InvalidRequest) as caught:
+                call()
+            assert caught.value.code == "diverged"
+        self.same(logprobs(engine, "b"), before)
+
     # -- isolation and checkpoints ---------------------------------------------------------------------------------
     def test_interleaved_adapters_equal_each_alone(self, engine: BaseEngine) -> None:
         specs = {"a": SPEC, "b": LoraSpec(rank=8, seed=3, train_mlp=False)}
