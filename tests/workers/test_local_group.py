@@ -126,6 +126,7 @@ async def test_ping_is_real(group: LocalWorkerGroup) -> None:
     assert await group.ping(5)
     await group.call("create_adapter", "a", LoraSpec(8, seed=1))
     call = asyncio.ensure_future(group.call("forward_backward", batch(sleep=1.0)))
+    await asyncio.sleep(0.05)
     assert await group.ping(0.8), "a busy worker answers through its reader thread"
     assert not call.done()
     await call
