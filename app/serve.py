@@ -36,7 +36,8 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that the server is not the one to close a connection just reused."""
 CLOSE_SECONDS = 5
 """What open connections get once the work is drained."""
-PROGRESS_SECONDS = 5.0
+PROGRESS_SECONDS = (5.0, 10.0, 20.0, 30.0)
+"""Pauses between two lines that say the same; something new is said at once."""
 FAILED = 1
 
 
@@ -146,27 +147,36 @@ class Server(uvicorn.Server):
     async def _announce(self) -> None:
         """Watch the base models load; end with the ready line, or with the reason and exit code 1."""
         readiness: Readiness = self._app.state.readiness
-        runtimes = self._app.state.services.models.runtimes
         began = time.monotonic()
-        next_line = began + 1.0
+        shown, repeats, quiet_until = "", 0, began + 1.0
         while not self.should_exit and not self._signals:
             if (await readiness.check()).status == "ready":
                 typer.echo(self._ready_line())
                 return
-            failed = [(name, runtime) for name, runtime in runtimes.items() if runtime.state == "failed"]
-            if failed:
-                for name, runtime in failed:
-                    typer.echo(f"base model {name} cannot be served: {describe(runtime)}", err=True)
-                typer.echo("stopping; correct --base-model (tinsmith serve --help) and start again", err=True)
-                self.exit_code = FAILED
-                self.should_exit = True
+            if self._give_up():
                 return
-            waiting = [f"{name}: {describe(runtime)}" for name, runtime in runtimes.items() if runtime.state != "ready"]
-            line, now = "; ".join(waiting), time.monotonic()
-            if line and now >= next_line:
-                typer.echo(f"loading  {line}  [{now - began:.0f} s]")
-                next_line = now + PROGRESS_SECONDS
+            line, now = self._progress(), time.monotonic()
+            if line and (now >= quiet_until or (shown and line != shown)):
+                repeats = repeats + 1 if line == shown else 0
+                typer.echo(f"{line}  [{now - began:.0f} s]")
+                shown, quiet_until = line, now + PROGRESS_SECONDS[min(repeats, len(PROGRESS_SECONDS) - 1)]
             await asyncio.sleep(0.2)
+
+    def _progress(self) -> str:
+        runtimes = self._app.state.services.models.runtimes.items()
+        return "; ".join(f"{name}: {describe(runtime)}" for name, runtime in runtimes if runtime.state != "ready")
+
+    def _give_up(self) -> bool:
+        """Stop with exit code 1 if a base model cannot be served, saying why."""
+        runtimes = self._app.state.services.models.runtimes.items()
+        failed = [(name, runtime) for name, runtime in runtimes if runtime.state == "failed"]
+        for name, runtime in failed:
+            typer.echo(f"base model {name} cannot be served: {describe(runtime)}", err=True)
+        if failed:
+            typer.echo("stopping; correct the setting (tinsmith serve --help) and start again", err=True)
+            self.exit_code = FAILED
+            self.should_exit = True
+        return bool(failed)
 
     def _ready_line(self) -> str:
         names = ", ".join(self._settings.base_models)

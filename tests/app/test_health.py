@@ -37,7 +37,7 @@ async def test_readyz_follows_the_worker(make_settings: Callable[..., Settings])
             await release.wait()
             return await super().start()
 
-    def make(name: str, source: str | None) -> SlowGroup:
+    def make(name: str, source: str | None) -> InlineWorkerGroup:
         groups.append(SlowGroup(lambda progress: IdleWorker()))
         return groups[-1]
 
