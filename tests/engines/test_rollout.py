@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from engines.lora import AdapterWeights, Router, attach, init_adapter, linear_families
-from engines.peft_format import write_adapter
+from engines.lora import AdapterWeights, Router, Segments, attach, init_adapter, linear_families
+from engines.peft_format import read_adapter, write_adapter
 from engines.torch_engine import generation, model_pass
+from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.rollout import TorchRollout
 from schemas.errors import EngineFailure, InvalidRequest, OutOfMemory, TinsmithError
-from schemas.operations import LoraSpec, Sample, SampledSequence, SampleResult, SamplingParams
+from schemas.operations import Datum, LoraSpec, Sample, SampledSequence, SampleResult, SamplingParams, TrainBatch
 from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 9, 200], [17] * 23, list(range(60, 71)), [250], list(range(3, 43))]
@@ -546,3 +548,56 @@ def test_unexpected_failures_do_not_leak_their_text() -> None:
     error = model_pass.as_failure(RuntimeError("/secret/path exploded"))
     assert isinstance(error, EngineFailure)
     assert "secret" not in error.message
+
+
+# -- together with the training engine -------------------------------------------------------------------------------
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-5), ("bfloat16", 0.15)])
+def test_sampler_and_trainer_give_the_same_logprobs(world: World, tmp_path: Path, dtype: str, bound: float) -> None:
+    """The promised gap at temperature 1, largest over all tokens: batched decoding against one plain pass."""
+    engine = TorchEngine(make_tiny_model(tmp_path / "model"), dtype=dtype, device="cpu")
+    engine.load()
+    spec = LoraSpec(8, 5)
+    engine.create_adapter("run", spec)
+    engine.save_adapter("run", tmp_path / "fresh", with_optimizer=False)
+    weights = read_adapter(tmp_path / "fresh").weights
+    for _, up in weights.pairs.values():
+        up.normal_(0.0, 0.05, generator=torch.Generator().manual_seed(0))
+    names = list(linear_families(engine.model))
+    write_adapter(tmp_path / "noisy", spec=spec, weights=weights, base_model="tiny", all_linears=names)
+    engine.load_adapter("run", tmp_path / "noisy", with_optimizer=False, create=False)
+    rollout = TorchRollout(engine.model, engine.router, world.tokenizer)
+    params = SamplingParams(max_tokens=20, seed=3, stop=())
+    requests = {
+        str(i): sample(p, params, adapter_folder=str(tmp_path / "noisy"), num_samples=2, prompt_logprobs=True)
+        for i, p in enumerate(PROMPTS[:3])
+    }
+    gaps = []
+    for i, result in run(rollout, requests).items():
+        prompt = PROMPTS[int(i)]
+        prompt_logprobs = succeeded(result).prompt_logprobs
+        assert prompt_logprobs is not None
+        for sequence in succeeded(result).sequences:
+            tokens = np.array(prompt + sequence.tokens.tolist())
+            datum = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
+            trained = engine.forward(TrainBatch("run", (datum,), "cross_entropy", backward=False)).logprobs[0]
+            sampled = np.concatenate([prompt_logprobs[1:], sequence.logprobs])
+            gaps.append(abs(trained - sampled).max())
+    assert max(gaps) <= bound
+    assert (max(gaps) > 1e-4) == (dtype == "bfloat16")  # the bound of the other dtype would not do
+
+
+def test_rows_of_one_adapter_stand_together(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However requests arrive, a pass has one segment per adapter: each costs a small product per layer."""
+    seen: list[int] = []
+    use = Router.use
+
+    def counted(router: Router, segments: Segments) -> AbstractContextManager[None]:
+        seen.append(len(segments))
+        return use(router, segments)
+
+    monkeypatch.setattr(Router, "use", counted)
+    names = ["a", "b", "a", "b", "a"]
+    pairs = enumerate(zip(PROMPTS, names, strict=True))
+    run(world.engine(), {str(i): sample(p, adapter_folder=world.folders[n]) for i, (p, n) in pairs})
+    assert seen[: len(PROMPTS)] == [1] * len(PROMPTS)  # prompts, one by one
+    assert set(seen[len(PROMPTS) :]) == {2}
