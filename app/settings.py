@@ -9,7 +9,6 @@ this model. Imports nothing heavy: `tinsmith serve --help` goes through here.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import json
 import os
 import re
@@ -213,16 +212,6 @@ class Settings(BaseSettings):
     def max_body_bytes(self) -> int:
         """`max_body_mib` in bytes."""
         return self.max_body_mib * 1024 * 1024
-
-    @property
-    def loopback_only(self) -> bool:
-        """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
 
 
 def load_settings(
