@@ -24,6 +24,7 @@ def local_groups(settings: Settings) -> GroupFactory:
             dtype=settings.dtype,
             device=settings.device,
             threads=settings.threads,
+            sample_logprobs=settings.sample_logprobs,
         )
         return LocalWorkerGroup(spec, start_timeout=settings.worker_start_timeout)
 

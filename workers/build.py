@@ -45,5 +45,11 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     engine = TorchEngine(folder, dtype=spec.dtype, device=spec.device, threads=spec.threads, name=spec.model)
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    rollout = TorchRollout(engine.model, engine.router, tokenizer, max_loaded_adapters=spec.max_loaded_adapters)
+    rollout = TorchRollout(
+        engine.model,
+        engine.router,
+        tokenizer,
+        sample_logprobs=spec.sample_logprobs,
+        max_loaded_adapters=spec.max_loaded_adapters,
+    )
     return TinkerActorRolloutRefWorker(engine, rollout, info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class WorkerSpec:
         dtype, device: passed to the engine; "auto" lets it choose.
         threads: compute threads per rank; None lets the libraries choose.
         ranks: number of processes.
+        sample_logprobs: "tempered" or "plain": which distribution the logprobs of sampled tokens belong to.
         max_loaded_adapters: saved adapters that the sampler keeps in memory.
         builder: "module:function" called in the worker process as `function(spec, progress)`; returns the worker.
     """
@@ -29,5 +31,6 @@ class WorkerSpec:
     device: str = "auto"
     threads: int | None = None
     ranks: int = 1
+    sample_logprobs: Literal["tempered", "plain"] = "tempered"
     max_loaded_adapters: int = 16
     builder: str = "workers.build:build_worker"
