@@ -329,3 +329,11 @@ def test_bfloat16_base_with_float32_adapters(untied_folder: Path) -> None:
         end = accumulate(engine, make_batch("a")).metrics["loss:sum"]
     assert end < start
     assert all(t.dtype == torch.float32 for t in engine.adapter_weights("a").tensors)
+
+
+def test_a_loaded_adapter_keeps_the_order_of_its_modules(engine: TorchEngine, saved: Path) -> None:
+    """Norms are sums in this order: another one could differ in the last bit after a load."""
+    engine.load_adapter("b", saved, with_optimizer=True, create=True)
+    assert list(engine.adapter_weights("b").pairs) == list(engine.adapter_weights("a").pairs)
+    for one, other in zip(engine._state("b").moments().exp_avg, engine._state("a").moments().exp_avg, strict=True):
+        assert torch.equal(one, other)
