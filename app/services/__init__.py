@@ -15,11 +15,13 @@ from typing import Protocol
 
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints
+from app.services.exports import Exports
 from app.services.futures import Futures
 from app.services.housekeeping import Housekeeping
 from app.services.operations import Operations
 from app.services.runs import Runs
 from app.services.sampling import Sampling
+from app.services.signed_urls import SignedUrls, load_secret
 from app.services.training import Training
 from app.services.weights import Weights
 from store.artifacts import Artifacts
@@ -85,6 +87,7 @@ class Services:
     weights: Weights
     sampling: Sampling
     checkpoints: Checkpoints
+    exports: Exports
     housekeeping: Housekeeping
 
     async def start(self) -> None:
@@ -168,6 +171,7 @@ def build_services(
         draw_seed=draw_seed,
         clock=clock,
     )
+    signed = SignedUrls(load_secret(settings.data_dir / "url_secret"), clock)
     weights = Weights(
         store=store, models=models, operations=operations, runs=runs, checkpoints=checkpoints, clock=clock
     )
@@ -200,5 +204,6 @@ def build_services(
         weights=weights,
         sampling=sampling,
         checkpoints=checkpoints,
+        exports=Exports(checkpoints, signed, artifacts.path),
         housekeeping=housekeeping,
     )

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.operations import Rows
 from app.services.paths import CheckpointPath, parse_path
-from schemas.errors import AlreadyExists, EngineFailure, NotFound
+from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NotFound
 from schemas.operations import SavedAdapter
 from store import checkpoints
 from store.artifacts import Artifacts
@@ -87,8 +87,15 @@ class Checkpoints:
                 f"a checkpoint named {new.name!r} exists already",
                 field="path",
                 hint="choose another name"
-                + ("" if new.kind == "sampler" else ", or pass overwrite=true to replace it"),
+                + (", or pass overwrite=true to replace it" if new.kind == "training" else ""),
             )
+
+    async def folder_of(self, checkpoint_id: str) -> str | None:
+        """The folder of a checkpoint of any project, for the bearer of a signed address; None if it is gone."""
+        record = await self._store.read(lambda db: checkpoints.get_checkpoint(db, None, checkpoint_id))
+        if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
+            return None
+        return record.folder
 
     def draw_folder(self) -> tuple[str, str]:
         """A fresh (checkpoint id, folder name)."""
@@ -141,6 +148,14 @@ class Checkpoints:
         record = await self.find(project_id, path, field="checkpoint_id")
         await self._remove(record.checkpoint_id)
 
+    async def _remove_replaced(self) -> None:
+        """Remove the folders of overwritten checkpoints, but none that a row names: its transaction may have failed."""
+        replaced, self._replaced = self._replaced, []
+        named = await self._store.read(checkpoints.checkpoint_folders) if replaced else frozenset()
+        for folder in replaced:
+            if folder not in named:
+                await self.remove_folder(folder)
+
     async def _remove(self, checkpoint_id: str) -> None:
         """Forget a checkpoint first, then remove its files: a row always means usable files."""
         folder = await self._store.write(lambda db: checkpoints.delete_checkpoint(db, checkpoint_id))
@@ -167,11 +182,19 @@ class Checkpoints:
         expired = await self._store.read(lambda db: checkpoints.expired_checkpoints(db, self._clock()))
         for record in expired:
             await self._remove(record.checkpoint_id)
-        replaced, self._replaced = self._replaced, []
-        for folder in replaced:
-            await self.remove_folder(folder)
+        await self._remove_replaced()
         if expired:
             logger.info("%d checkpoints were past their time to live and are deleted", len(expired))
+
+
+def refuse_export(record: CheckpointRecord, *, field: str) -> None:
+    """Raise `InvalidRequest` for an export: it may be encrypted or edited, so nothing here reads it back."""
+    if record.kind == "external":
+        raise InvalidRequest(
+            f"{field}: {str(path_of(record))!r} is an export for other programs",
+            field=field,
+            hint="use a tinker://.../weights/... or tinker://.../sampler_weights/... checkpoint",
+        )
 
 
 def path_of(record: CheckpointRecord) -> CheckpointPath:

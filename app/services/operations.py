@@ -147,7 +147,7 @@ class Operations:
         if not created:
             await self._bodies.delete([body])
             return record
-        self.dispatch(record, submission)
+        self.dispatch(record, replace(submission, body=b""))  # what waits is read back when it runs
         return record
 
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:

@@ -12,7 +12,11 @@ from schemas.errors import InvalidRequest
 from schemas.http.base import Segment, parse_tinker_path
 from store.records import CheckpointKind
 
-_KIND_OF: dict[Segment, CheckpointKind] = {"weights": "training", "sampler_weights": "sampler"}
+_KIND_OF: dict[Segment, CheckpointKind] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
 _SEGMENT_OF: dict[CheckpointKind, Segment] = {kind: segment for segment, kind in _KIND_OF.items()}
 
 

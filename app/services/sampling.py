@@ -23,7 +23,7 @@ from app.codec import (
     sample_operation,
 )
 from app.services.base_models import BaseModels
-from app.services.checkpoints import Checkpoints
+from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
 from app.services.operations import Finished, Operations, Submission
 from app.services.paths import sampler_id_of
@@ -99,6 +99,7 @@ class Sampling:
         if request.model_path is None:
             return None, request.base_model or ""
         checkpoint = await self._checkpoints.resolve(project_id, request.model_path, field="model_path")
+        refuse_export(checkpoint, field="model_path")
         wanted = request.base_model
         if wanted is not None and not self._models.same_source(wanted, checkpoint.base_model):
             raise InvalidRequest(

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import encode_operation
 from app.services.base_models import BaseModels
-from app.services.checkpoints import Checkpoints, NewCheckpoint
+from app.services.checkpoints import Checkpoints, NewCheckpoint, refuse_export
 from app.services.operations import Finished, Operations, Submission
 from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
 from app.services.runs import Runs, model_scope, require_active
@@ -21,13 +21,23 @@ from app.services.training import creation_scope, json_result, request_digest
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.http.base import RequestModel
 from schemas.operations import LoadWeights, OperationResult, SavedAdapter, SaveWeights
-from schemas.requests import LoadWeightsRequest, SaveWeightsForSamplerRequest, SaveWeightsRequest
-from schemas.responses import LoadWeightsResult, SaveWeightsForSamplerResult, SaveWeightsResult
+from schemas.requests import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from schemas.responses import (
+    LoadWeightsResult,
+    SaveWeightsExternalResult,
+    SaveWeightsForSamplerResult,
+    SaveWeightsResult,
+)
 from store import runs as run_rows
 from store import samplers
 from store.database import Store
 from store.keys import authenticate
-from store.records import CheckpointRecord, OperationRecord, RunRecord
+from store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord
 
 
 class Weights:
@@ -106,12 +116,26 @@ class Weights:
             project_id, "save_weights_for_sampler", run, request, request.seq_id, new, finish
         )
 
+    async def save_external(self, project_id: str, request: SaveWeightsExternalRequest) -> OperationRecord:
+        """Accept an export of the adapter for other programs. Raises: as `save`."""
+        run = await self._runs.owned(project_id, request.model_id)
+        new = self._new(run, "external", request.path, request)
+        path = CheckpointPath(run.model_id, "external", request.path)
+
+        def finish(outcome: OperationResult) -> Finished:
+            saved = _saved(outcome)
+            rows = self._checkpoints.record_rows(new, saved, with_optimizer=False)
+            result = SaveWeightsExternalResult(path=str(path), size_bytes=saved.size_bytes)
+            return json_result("save_weights_external", result, rows)
+
+        return await self._accept_save(project_id, "save_weights_external", run, request, request.seq_id, new, finish)
+
     def _new(
         self,
         run: RunRecord,
-        kind: str,
+        kind: CheckpointKind,
         name: str | None,
-        request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+        request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
     ) -> NewCheckpoint:
         checkpoint_id, folder = self._checkpoints.draw_folder()
         return NewCheckpoint(
@@ -119,10 +143,10 @@ class Weights:
             folder=folder,
             project_id=run.project_id,
             model_id=run.model_id,
-            kind="training" if kind == "training" else "sampler",
+            kind=kind,
             name=name,
             base_model=run.base_model,
-            user_metadata=request.user_metadata or {},
+            user_metadata=getattr(request, "user_metadata", None) or {},
             ttl_seconds=request.ttl_seconds,
             overwrite=getattr(request, "overwrite", False),
         )
@@ -260,6 +284,7 @@ class Weights:
                 raise InvalidRequest("weights_access_token is not a valid API key", field="weights_access_token")
             owner = key.project_id
         checkpoint = await self._checkpoints.resolve(owner, request.path, field="path")
+        refuse_export(checkpoint, field="path")
         if request.optimizer and not checkpoint.has_optimizer:
             raise InvalidRequest(
                 f"optimizer: {request.path!r} is a {checkpoint.kind} checkpoint without optimizer state",

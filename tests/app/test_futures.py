@@ -6,8 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
+import pytest
+
+from app.services.futures import Pending
 from app.settings import Settings
+from schemas.errors import Unavailable
 from schemas.proto import tinker_public_pb2 as pb
 from tests.app.conftest import MODEL
 from tests.support.api import DATA, Api, serving
@@ -49,6 +54,36 @@ async def test_a_hundred_waiters_are_woken_at_once(api: Api) -> None:
     assert {answer.status_code for answer in answers} == {200}
     assert time.monotonic() - began < 4, "woken, not timed out: a poll is held for 5 seconds"
     assert api.edge.app.state.services.futures._waiters == {}
+
+
+async def test_a_poll_ends_when_its_client_goes_away(api: Api) -> None:
+    model = await api.model()
+    step = await api.submit("optim_step", model_id=model, seq_id=2, adam_params={})
+    services = api.edge.app.state.services
+    project_id = (await services.runs.owned(await _project(api), model)).project_id
+    async with asyncio.timeout(2):
+        outcome = await services.futures.retrieve(project_id, step, 30.0, _nothing)
+    assert isinstance(outcome, Pending)
+    assert services.futures._waiters == {}
+
+
+async def test_an_outcome_that_cannot_be_written_is_written_later(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await api.model()
+    services = api.edge.app.state.services
+
+    async def full(work: object) -> None:
+        raise Unavailable("the disk is full")
+
+    step = await api.submit("optim_step", model_id=model, seq_id=2, adam_params={})
+    await api.submit("zero_grad", model_id=model, seq_id=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(services.operations, "_store", SimpleNamespace(write=full))
+        async with asyncio.timeout(10):
+            while len(services.operations._unsettled) < 2:  # noqa: ASYNC110 (written in the background)
+                await asyncio.sleep(0.02)
+    await services.housekeeping.sweep()
+    assert (await api.result(step))["error"] == "the disk is full"
+    await api.train(model)
 
 
 async def test_unknown_futures_are_404_and_malformed_ones_400(api: Api) -> None:
@@ -174,6 +209,11 @@ async def test_what_survives_a_restart(tiny_settings: Callable[..., Settings]) -
         assert max(abs(a - b) for a, b in zip(trained, sampled["prompt_logprobs"][1:], strict=True)) < 1e-3
         resumed = await api.do("load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True)
         assert (await api.scores(resumed["model_id"]))[0] == trained
+
+
+async def _project(api: Api) -> str:
+    runs = (await api.client.get("training_runs")).json()["training_runs"]
+    return str(runs[0]["model_owner"])
 
 
 async def _nothing(*_: object) -> None:

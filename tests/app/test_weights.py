@@ -62,6 +62,17 @@ async def test_loading_into_a_live_model_replaces_its_weights_and_clears_its_gra
     assert step["metrics"]["grad_norm"] == 0
 
 
+async def test_weights_alone_come_with_fresh_moments_in_a_live_model_too(api: Api) -> None:
+    model = await api.model()
+    await api.train(model, steps=3)
+    path = (await api.do("save_weights", model_id=model, path="x"))["path"]
+    await api.do("load_weights", model_id=model, path=path, optimizer=False)
+    fresh = await _load_new(api, path, optimizer=False)
+    for each in (model, fresh):
+        await api.train(each, data=OTHER)
+    assert await api.scores(model) == await api.scores(fresh)
+
+
 async def test_a_checkpoint_of_another_geometry_does_not_fit_and_changes_nothing(api: Api) -> None:
     small, large = await api.model(rank=4), await api.model(rank=8)
     before = await api.scores(small)

@@ -130,6 +130,16 @@ def test_sampling_from_trained_weights_agrees_with_training(client: Any) -> None
     assert all(len(sequence.logprobs) == 3 for sequence in result.sequences)
 
 
+def test_much_work_that_nobody_waits_for_does_not_get_stuck(client: Any) -> None:
+    for _ in range(20):
+        client.forward_backward(DATA, "cross_entropy")
+        client.optim_step(ADAM)
+    sampler = client.save_weights_and_get_sampling_client().result()
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints([5, 6, 7, 8])).result()
+    assert scores[1:] == pytest.approx(logprobs(client)[0], abs=1e-3)
+    assert sum(scores[1:]) > -1
+
+
 def test_named_sampler_weights_and_the_base_model(service: Any, client: Any) -> None:
     step(client)
     path = client.save_weights_for_sampler("named").result().path
