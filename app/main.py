@@ -19,6 +19,7 @@ from app.routes import (
     capabilities,
     checkpoints,
     client,
+    exports,
     futures,
     health,
     models,
@@ -46,6 +47,7 @@ RESOURCES: tuple[APIRouter, ...] = (
     sampling.router,
     futures.router,
     runs.router,
+    exports.router,  # before the routes of checkpoints, whose ids hold slashes
     checkpoints.router,
 )
 
@@ -71,6 +73,7 @@ def create_app(settings: Settings, *, group_factory: GroupFactory | None = None)
     openapi.install(app)
     for router in RESOURCES:
         app.include_router(router, prefix=API, responses=openapi.ERRORS, dependencies=[openapi.KEY])
+    app.include_router(exports.files, prefix=API, responses=openapi.ERRORS)
     app.include_router(health.router, prefix=API)
     app.include_router(health.router, include_in_schema=False)
     # The last one added is the outermost.

@@ -58,6 +58,7 @@ LARGE_PATHS = frozenset(
         "zero_grad",
         "save_weights",
         "save_weights_for_sampler",
+        "save_weights_external",
         "load_weights",
         "asample",
     )

@@ -54,6 +54,7 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "save_weights": requests.SaveWeightsRequest,
     "load_weights": requests.LoadWeightsRequest,
     "save_weights_for_sampler": requests.SaveWeightsForSamplerRequest,
+    "save_weights_external": requests.SaveWeightsExternalRequest,
     "asample": requests.SampleRequest,
     "create_sampling_session": requests.CreateSamplingSessionRequest,
     "retrieve_future": requests.RetrieveFutureRequest,
@@ -74,6 +75,7 @@ FUTURE_RESULTS: tuple[type[BaseModel], ...] = (
     responses.LoadWeightsResult,
     responses.SaveWeightsResult,
     responses.SaveWeightsForSamplerResult,
+    responses.SaveWeightsExternalResult,
     responses.CompleteMetadata,
     responses.FailedFuture,
 )

@@ -80,6 +80,12 @@ class Settings(BaseSettings):
         description="Host names, besides `host`, loopback names and plain IP addresses, that requests may be addressed "
         "to (protection against DNS rebinding). `*` allows all.",
     )
+    public_url: str | None = Field(
+        None,
+        pattern=r"^https?://[^/]+(/.*)?$",
+        description="Address under which clients reach the server, if it is not the one they send requests to (a "
+        "proxy). Download addresses begin with it.",
+    )
     data_dir: Path = Field(
         Path("~/.local/share/tinsmith"),
         description="Folder of everything that survives a restart: database, request bodies, checkpoints, development "

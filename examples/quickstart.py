@@ -111,14 +111,14 @@ def run(
     verses = [json.loads(line) for line in VERSES.read_text(encoding="utf-8").splitlines()]
     with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
         console.print(f"creating a rank-{rank} adapter on {model} ...")
-        client = service.create_lora_training_client(base_model=model, rank=rank)
+        client = service.create_lora_training_client(base_model=model, rank=rank).result()
         tokenizer = client.get_tokenizer()
         data = [example(tokenizer, verse) for verse in verses]
 
-        before = recite(service.create_sampling_client(base_model=model), tokenizer, verses[0])
+        before = recite(service.create_sampling_client(base_model=model).result(), tokenizer, verses[0])
         console.print(f"[bold]before:[/bold] {before}\n")
         losses = train(client, data, steps, learning_rate, console)
-        after = recite(client.save_weights_and_get_sampling_client(), tokenizer, verses[0])
+        after = recite(client.save_weights_and_get_sampling_client().result(), tokenizer, verses[0])
         console.print(f"\n[bold]after:[/bold] {after}\n")
         console.print(f"loss per token: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 

@@ -39,9 +39,7 @@ class TinsmithError(Exception):
         return _rebuild, (type(self), self.message, self.field, self.hint, self.code)
 
 
-def _rebuild(
-    cls: type[TinsmithError], message: str, field: str | None, hint: str | None, code: str
-) -> TinsmithError:
+def _rebuild(cls: type[TinsmithError], message: str, field: str | None, hint: str | None, code: str) -> TinsmithError:
     return cls(message, field=field, hint=hint, code=code)
 
 
@@ -106,7 +104,7 @@ class Unavailable(TinsmithError):
 
 
 class NonFiniteGradient(InvalidRequest):
-    """The accumulated gradient is not finite: the step is refused, the weights are unchanged, the gradient is cleared."""
+    """The accumulated gradient is not finite: the step is refused, the weights stay, the gradient is cleared."""
 
     default_code = "non_finite_gradient"
 

@@ -18,6 +18,7 @@ from schemas.http.training import (
 )
 from schemas.http.weights import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SetTtlRequest,
@@ -48,6 +49,7 @@ __all__ = [
     "RetrieveFutureRequest",
     "SampleRequest",
     "SamplingParams",
+    "SaveWeightsExternalRequest",
     "SaveWeightsForSamplerRequest",
     "SaveWeightsRequest",
     "SessionHeartbeatRequest",

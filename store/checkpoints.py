@@ -87,10 +87,13 @@ async def find_checkpoint(
     return None if row is None else _record(row)
 
 
-async def get_checkpoint(db: AsyncSession, project_id: str, checkpoint_id: str) -> CheckpointRecord | None:
-    """The checkpoint of this id, or None if it does not exist or belongs to another project."""
+async def get_checkpoint(db: AsyncSession, project_id: str | None, checkpoint_id: str) -> CheckpointRecord | None:
+    """The checkpoint of this id, or None if it does not exist or belongs to another project.
+
+    `project_id` None finds it in any project: only for who has been given the id by its owner (a signed address).
+    """
     row = await db.get(Checkpoint, checkpoint_id)
-    return _record(row) if row is not None and row.project_id == project_id else None
+    return _record(row) if row is not None and project_id in (None, row.project_id) else None
 
 
 async def list_checkpoints(

@@ -15,7 +15,7 @@ from schemas.operations import LoraSpec
 
 SessionState = Literal["active", "finished", "expired"]
 RunState = Literal["creating", "ready", "failed", "lost", "closed"]
-CheckpointKind = Literal["training", "sampler"]
+CheckpointKind = Literal["training", "sampler", "external"]
 OperationState = Literal["pending", "done", "failed", "refused", "expired"]
 
 

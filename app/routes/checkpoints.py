@@ -20,7 +20,9 @@ from store.records import CheckpointRecord
 router = APIRouter(tags=["checkpoints"])
 
 RunId = Annotated[str, Path(max_length=300, description="The training run.")]
-CheckpointId = Annotated[str, Path(max_length=200, description="`weights/{name}` or `sampler_weights/{name}`.")]
+CheckpointId = Annotated[
+    str, Path(max_length=200, description="`weights/{name}`, `sampler_weights/{name}` or `external_weights/{name}`.")
+]
 
 
 @router.get("/checkpoints", operation_id="list_checkpoints", response_model_exclude_none=True)

@@ -10,6 +10,7 @@ from app.services import Services
 from app.services.paths import session_of
 from schemas.requests import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     WeightsInfoRequest,
@@ -42,6 +43,20 @@ async def save_weights_for_sampler(
     async def accept(body: bytes) -> UntypedPromise:
         parsed = parse_model(request, body, SaveWeightsForSamplerRequest)
         record = await services.weights.save_for_sampler(principal.project_id, parsed)
+        return _promise(services, record.request_id, parsed.model_id)
+
+    return await numbered(request, settings, services, principal, accept)
+
+
+@router.post("/save_weights_external", operation_id="save_weights_external", response_model_exclude_none=True)
+async def save_weights_external(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> UntypedPromise:
+    """Export the adapter for other programs: a PEFT folder, to be fetched by signed addresses."""
+
+    async def accept(body: bytes) -> UntypedPromise:
+        parsed = parse_model(request, body, SaveWeightsExternalRequest)
+        record = await services.weights.save_external(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
     return await numbered(request, settings, services, principal, accept)

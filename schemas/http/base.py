@@ -8,7 +8,7 @@ state can tell (does this model exist?).
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
@@ -48,8 +48,10 @@ def check_name(value: str) -> str:
     return value
 
 
-Segment = Literal["weights", "sampler_weights"]
-"""The middle part of a checkpoint path: `weights` = training checkpoint, `sampler_weights` = sampler checkpoint."""
+Segment = Literal["weights", "sampler_weights", "external_weights"]
+"""The middle part of a checkpoint path: a training checkpoint, a sampler checkpoint, an export for other programs."""
+
+_SEGMENTS: dict[str, Segment] = {name: name for name in get_args(Segment)}
 
 
 class TinkerPathParts(NamedTuple):
@@ -62,17 +64,15 @@ class TinkerPathParts(NamedTuple):
 
 def parse_tinker_path(value: str) -> TinkerPathParts:
     """Splits a checkpoint path. Raises ValueError (with the accepted form) for every other text."""
-    form = "a checkpoint path is tinker://{training_run_id}/{weights|sampler_weights}/{name}"
+    form = f"a checkpoint path is tinker://{{training_run_id}}/{{{'|'.join(_SEGMENTS)}}}/{{name}}"
     prefix = "tinker://"
     parts = value.removeprefix(prefix).split("/")
     if not value.startswith(prefix) or len(parts) != 3 or not _ID.fullmatch(parts[0]):
         raise ValueError(form)
     run, segment, name = parts
-    if segment == "weights":
-        return TinkerPathParts(run, "weights", check_name(name))
-    if segment == "sampler_weights":
-        return TinkerPathParts(run, "sampler_weights", check_name(name))
-    raise ValueError(f"{form}; {segment[:64]!r} is neither weights nor sampler_weights")
+    if segment not in _SEGMENTS:
+        raise ValueError(f"{form}; {segment[:64]!r} is none of {', '.join(_SEGMENTS)}")
+    return TinkerPathParts(run, _SEGMENTS[segment], check_name(name))
 
 
 def _check_path(value: str) -> str:

@@ -78,6 +78,34 @@ class SaveWeightsForSamplerResult(ResponseModel):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
+class SaveWeightsExternalRequest(RequestModel):
+    """Body of `save_weights_external`: an export of the adapter that other programs load (PEFT format)."""
+
+    model_id: Identifier = Field(description="The model.")
+    seq_id: SeqId | None = Field(None, description=SEQ_ID_TEXT)
+    path: Name = Field(description="Name of the export.")
+    ttl_seconds: TtlSeconds | None = Field(None, description=_TTL_TEXT)
+    age_encryption_recipients: list[str] | None = Field(
+        None, max_length=0, description="Encrypted exports are not available: leave it out, or send an empty list."
+    )
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveWeightsExternalResult(ResponseModel):
+    """Result of `save_weights_external`."""
+
+    path: str = Field(description="The export, tinker://{model_id}/external_weights/{name}.")
+    size_bytes: int = Field(description="Size of its files.")
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class ExternalWeightsUrls(ResponseModel):
+    """Result of `.../external_weights_urls`."""
+
+    urls: dict[str, str] = Field(description="File name -> an address that works without a key until it expires.")
+    expires: datetime = Field(description="When the addresses end; ask again for new ones.")
+
+
 _CREATE_FIELDS = ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config")
 
 
@@ -150,8 +178,10 @@ class SetTtlRequest(RequestModel):
 class Checkpoint(ResponseModel):
     """A checkpoint in a list."""
 
-    checkpoint_id: str = Field(description="`weights/{name}` or `sampler_weights/{name}`.")
-    checkpoint_type: Literal["training", "sampler"] = Field(description="With or without optimizer state.")
+    checkpoint_id: str = Field(description="`weights/{name}`, `sampler_weights/{name}` or `external_weights/{name}`.")
+    checkpoint_type: Literal["training", "sampler", "external"] = Field(
+        description="With optimizer state, for sampling, or an export."
+    )
     time: datetime = Field(description="When it was written.")
     tinker_path: str = Field(description="What to load or sample it by.")
     size_bytes: int | None = Field(None, description="Size of its files.")

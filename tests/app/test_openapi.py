@@ -13,7 +13,7 @@ from app.openapi import to_yaml
 from app.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {"healthz", "readyz"}
+PUBLIC = {"healthz", "readyz", "download_file"}
 
 
 @pytest.fixture(scope="module")
