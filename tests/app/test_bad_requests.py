@@ -65,7 +65,7 @@ TRAINING: list[tuple[str, dict[str, Any], str]] = [
     ("save_weights_for_sampler", {"sampling_session_seq_id": 0, "kind": "mirror"}, "kind"),
     ("load_weights", {"path": "/etc/passwd", "optimizer": False}, "path"),
     ("load_weights", {"path": "tinker://a/b", "optimizer": False}, "path"),
-    ("load_weights", {"path": "tinker://a/external_weights/b", "optimizer": False}, "path"),
+    ("load_weights", {"path": "tinker://a/elsewhere/b", "optimizer": False}, "path"),
 ]  # fmt: skip
 
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
