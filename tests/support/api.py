@@ -129,10 +129,11 @@ class Api:
         return Api(self.edge, self.groups, await self.edge.other_project())
 
     async def ready(self, seconds: float = 60) -> None:
-        """Wait until the base model is loaded."""
+        """Wait until every base model is loaded. Not by `readyz`, which gives an answer again for a second."""
+        runtimes = self.edge.app.state.services.models.runtimes.values()
         async with asyncio.timeout(seconds):
-            while (await self.client.get("readyz")).status_code != 200:  # noqa: ASYNC110 (that is what a client does)
-                await asyncio.sleep(0.02)
+            while any(runtime.state != "ready" for runtime in runtimes):  # noqa: ASYNC110 (a test, not the product)
+                await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
