@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -39,6 +40,9 @@ CLOSE_SECONDS = 5
 PROGRESS_SECONDS = (5.0, 10.0, 20.0, 30.0)
 """Pauses between two lines that say the same; something new is said at once."""
 FAILED = 1
+SWITCH_SECONDS = 0.0005
+"""How long a thread that decodes a large body may keep the interpreter from the event loop. At Python's default of 5 ms
+the loop loses that much at every system call, and heartbeats beside a burst of large bodies become slow."""
 
 
 def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app) -> int:
@@ -50,6 +54,7 @@ def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app
         return FAILED
     server_log.configure(settings.log_level, settings.log_format)
     raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_SECONDS)
     with listener:
         app = make_app(settings)
         config = uvicorn.Config(

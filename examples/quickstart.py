@@ -82,10 +82,10 @@ def train(
     return losses
 
 
-def export(service: tinker.ServiceClient, client: tinker.TrainingClient, folder: Path) -> list[Path]:
+def export(rest: tinker.RestClient, client: tinker.TrainingClient, folder: Path) -> list[Path]:
     """Download the adapter as a PEFT folder (`adapter_config.json` + `adapter_model.safetensors`)."""
     path = client.save_weights_external(f"quickstart-{int(time.time())}", ttl_seconds=3600).result().path
-    files = service.create_rest_client().get_external_weights_urls(path).result()
+    files = rest.get_external_weights_urls(path).result()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, url in sorted(files.urls.items()):
@@ -124,7 +124,7 @@ def run(
 
         checkpoint = client.save_state(f"quickstart-{int(time.time())}").result().path
         console.print(f"saved {checkpoint} (resume with create_training_client_from_state_with_optimizer)")
-        exported = export(service, client, output)
+        exported = export(tinker.RestClient(base_url=base_url, api_key=api_key), client, output)
         console.print(f"exported {', '.join(file.name for file in exported)} to {output}/ (PEFT format)")
     return Report(losses, before, after, checkpoint, exported)
 

@@ -36,6 +36,9 @@ from workers.messages import (
 
 _log = logging.getLogger("tinsmith.worker")
 
+NICENESS = 5
+"""Where cores are short, the process that answers clients goes before the one that computes for minutes."""
+
 
 class RankServer:
     """Serves one worker over a pair of streams."""
@@ -127,6 +130,8 @@ def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

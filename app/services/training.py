@@ -38,8 +38,9 @@ from store import sessions
 from store.database import Store
 from store.records import OperationRecord
 
-DECODERS = 4
-"""Training batches that are decoded at once: each is CPU work and holds its body in memory."""
+DECODERS = 1
+"""Training batches that are decoded at once. Decoding holds the interpreter most of the time: more of it at once would
+finish no sooner, and leave less of the interpreter to the event loop."""
 
 
 class Training:
@@ -132,7 +133,7 @@ class Training:
         Raises: `NotFound`, `ModelLost`, `Gone`, `InvalidRequest`, `SeqIdConflict`, `UnsupportedMediaType`.
         """
         async with self._decoding:
-            parsed, canonical = await asyncio.to_thread(_decode, body, content_type, limits, forward)
+            parsed, canonical, fingerprint = await asyncio.to_thread(_decode, body, content_type, limits, forward)
         model_id = parsed.model_id
         run = await self._runs.owned(project_id, model_id)
         runtime = self._runs.runtime(run)
@@ -144,7 +145,7 @@ class Training:
                 kind=kind,
                 scope=model_scope(model_id),
                 seq_id=parsed.seq_id,
-                digest=digest(canonical),
+                digest=fingerprint,
                 body=canonical,
                 runtime=runtime,
                 model_id=model_id,
@@ -198,9 +199,13 @@ class Training:
             await self._store.read(lambda db: require_active(db, project_id, session_id))
 
 
-def _decode(body: bytes, content_type: str, limits: CodecLimits, forward: bool) -> tuple[ParsedForwardBackward, bytes]:
+def _decode(
+    body: bytes, content_type: str, limits: CodecLimits, forward: bool
+) -> tuple[ParsedForwardBackward, bytes, str]:
+    """The batch, its canonical form and the digest of that: all that is slow about a large body, for a thread."""
     parsed = decode_forward_backward(body, content_type, limits, forward=forward)
-    return parsed, encode_operation(_batch_kind(parsed), parsed.batch)
+    canonical = encode_operation(_batch_kind(parsed), parsed.batch)
+    return parsed, canonical, digest(canonical)
 
 
 def _batch_kind(parsed: ParsedForwardBackward) -> str:
