@@ -1,9 +1,8 @@
 """Installs the torch build that fits this machine: no CUDA download where there is no NVIDIA GPU.
 
-Used by `make setup` and by the container image. pip's own choice is kept when it is already a CPU build, or when the
-platform has only one build (macOS, Arm). On x86-64 Linux the package index would hand out a CUDA build of several GB to
-every machine; there `uv` picks the backend by looking at the driver (`--torch-backend=auto`). Set TINSMITH_TORCH_BACKEND
-(`cpu`, `cu128`, ...) to choose by hand.
+Used by `make setup`. pip's own choice is kept when it is already a CPU build, or when the platform has only one build
+(macOS, Arm). On x86-64 Linux pip would fetch a CUDA build of several GB on every machine; there `uv` picks the backend
+by looking at the driver (`--torch-backend=auto`). Set TINSMITH_TORCH_BACKEND (`cpu`, `cu128`, ...) to choose by hand.
 """
 
 from __future__ import annotations
