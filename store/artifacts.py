@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from schemas.errors import NotFound
-from store.files import fsync_folder, make_private_folder
+from store.files import fsync_file, fsync_folder, make_private_folder
 
 _log = logging.getLogger(__name__)
 _FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -60,6 +60,18 @@ class Artifacts:
             raise NotFound("these checkpoint files do not exist")
         return await asyncio.to_thread(_size, path)
 
+    async def copy(self, source: str, target: str) -> None:
+        """Make a second folder of the same files. Hard links where the file system has them: files never change.
+
+        Whole or not at all. A source that is being deleted meanwhile may be copied in part: the caller looks afterwards
+        whether it still has a row, since rows go before files.
+
+        Raises:
+            NotFound: the source is gone, or going.
+            OSError: the copy cannot be written.
+        """
+        await asyncio.to_thread(_copy, self.path(source), self.path(target))
+
     async def delete(self, folder_name: str) -> None:
         """Remove a folder; one that is gone already is passed over."""
         path = self.path(folder_name)
@@ -98,6 +110,31 @@ def _size(path: Path) -> int:
             if stat.S_ISREG(status.st_mode):
                 total += status.st_size
     return total
+
+
+def _copy(source: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    temporary.mkdir(mode=0o700)
+    try:
+        for path in source.iterdir():
+            if path.is_symlink() or not path.is_file():
+                continue
+            try:
+                os.link(path, temporary / path.name)
+            except FileNotFoundError:
+                raise
+            except OSError:  # no hard links here, or too many of this file
+                shutil.copyfile(path, temporary / path.name)
+                fsync_file(temporary / path.name)
+        fsync_folder(temporary)
+        temporary.rename(target)
+        fsync_folder(target.parent)
+    except FileNotFoundError:
+        _remove(temporary)
+        raise NotFound("these checkpoint files do not exist") from None
+    except BaseException:
+        _remove(temporary)
+        raise
 
 
 def _remove(path: Path) -> None:

@@ -11,13 +11,13 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any, cast
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import AlreadyExists
 from schemas.operations import LoraSpec
 from store.records import CheckpointKind, CheckpointRecord
-from store.tables import Checkpoint
+from store.tables import Checkpoint, Operation
 
 
 async def create_checkpoint(
@@ -37,8 +37,11 @@ async def create_checkpoint(
     expires_at: datetime | None,
     now: datetime,
     overwrite: bool,
+    encrypted: bool = False,
 ) -> tuple[CheckpointRecord, str | None]:
-    """Publish a complete folder as a checkpoint; `name` None makes it ephemeral (reachable by id only).
+    """Turn a complete folder into a checkpoint; `name` None makes it ephemeral (reachable by id only).
+
+    It is not public, even if the one that it replaces was: nobody has agreed to show the new weights.
 
     Returns:
         The record, and the folder of the checkpoint that it replaced (to be deleted after the commit), if any.
@@ -67,6 +70,8 @@ async def create_checkpoint(
         base_model=base_model,
         lora=asdict(lora),
         has_optimizer=has_optimizer,
+        encrypted=encrypted,
+        public=False,
         user_metadata=dict(user_metadata),
         created_at=now,
         expires_at=expires_at,
@@ -94,6 +99,22 @@ async def get_checkpoint(db: AsyncSession, project_id: str | None, checkpoint_id
     """
     row = await db.get(Checkpoint, checkpoint_id)
     return _record(row) if row is not None and project_id in (None, row.project_id) else None
+
+
+async def find_readable(
+    db: AsyncSession, project_ids: Collection[str], model_id: str, kind: CheckpointKind, name: str
+) -> CheckpointRecord | None:
+    """As `find_checkpoint`, for all that one of these projects may read: its own and what others made public."""
+    wanted = (Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
+    allowed = or_(Checkpoint.project_id.in_(list(project_ids)), Checkpoint.public)
+    row = await db.scalar(select(Checkpoint).where(*wanted, allowed))
+    return None if row is None else _record(row)
+
+
+async def get_readable(db: AsyncSession, project_id: str, checkpoint_id: str) -> CheckpointRecord | None:
+    """The checkpoint of this id, or None if it does not exist or this project may not read it (any more)."""
+    row = await db.get(Checkpoint, checkpoint_id)
+    return _record(row) if row is not None and (row.public or row.project_id == project_id) else None
 
 
 async def list_checkpoints(
@@ -128,9 +149,17 @@ async def set_checkpoint_expiry(db: AsyncSession, checkpoint_id: str, expires_at
     await db.execute(update(Checkpoint).where(chosen).values(expires_at=expires_at))
 
 
+async def set_checkpoint_public(db: AsyncSession, checkpoint_id: str, public: bool) -> None:
+    """Let other projects read a checkpoint by its path, or end that."""
+    chosen = Checkpoint.checkpoint_id == checkpoint_id
+    await db.execute(update(Checkpoint).where(chosen).values(public=public))
+
+
 async def expired_checkpoints(db: AsyncSession, now: datetime) -> list[CheckpointRecord]:
-    """Every checkpoint that is past its time, of all projects."""
-    rows = await db.scalars(select(Checkpoint).where(Checkpoint.expires_at <= now).order_by(Checkpoint.expires_at))
+    """Every checkpoint that is past its time, of all projects, but for those that a pending sample still reads."""
+    in_use = select(Operation.checkpoint_id).where(Operation.state == "pending", Operation.checkpoint_id.is_not(None))
+    over = (Checkpoint.expires_at <= now, Checkpoint.checkpoint_id.not_in(in_use))
+    rows = await db.scalars(select(Checkpoint).where(*over).order_by(Checkpoint.expires_at))
     return [_record(row) for row in rows]
 
 
@@ -168,6 +197,8 @@ def _record(row: Checkpoint) -> CheckpointRecord:
         base_model=row.base_model,
         lora=LoraSpec(**row.lora),
         has_optimizer=row.has_optimizer,
+        encrypted=row.encrypted,
+        public=row.public,
         user_metadata=row.user_metadata,
         created_at=row.created_at,
         expires_at=row.expires_at,

@@ -20,6 +20,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_file(path: Path) -> None:
+    """Make the content of a file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def make_private_folder(folder: Path) -> None:
     """Create a folder of our own with mode 0700 (its missing parents with the usual mode); an existing one stays.
 

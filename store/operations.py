@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from sqlalchemy import func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
 
 from schemas.errors import SeqIdConflict, TinsmithError
 from store.error_codec import error_from_json, error_to_json
@@ -58,6 +59,7 @@ async def append(db: AsyncSession, new: NewOperation) -> tuple[OperationRecord, 
         digest=new.digest,
         state="pending",
         created_at=new.created_at,
+        checkpoint_id=new.checkpoint_id,
         body_inline=inline,
         body_ref=ref,
     )
@@ -97,6 +99,12 @@ async def highest_seq(db: AsyncSession, scope: str) -> int | None:
 async def get_operation(db: AsyncSession, project_id: str, request_id: str) -> OperationRecord | None:
     """The operation, or None if it does not exist, was refused, or belongs to another project."""
     row = await db.get(Operation, request_id)
+    return _record(row) if row is not None and row.project_id == project_id and row.state != _REFUSED else None
+
+
+async def find_operation(db: AsyncSession, project_id: str, scope: str, seq_id: int) -> OperationRecord | None:
+    """The operation under a natural key, or None as `get_operation`."""
+    row = await db.scalar(select(Operation).where(Operation.scope == scope, Operation.seq_id == seq_id))
     return _record(row) if row is not None and row.project_id == project_id and row.state != _REFUSED else None
 
 
@@ -171,7 +179,10 @@ async def _settle(
     db: AsyncSession, request_id: str, state: OperationState, now: datetime, outcome: dict[str, Any]
 ) -> bool:
     pending = (Operation.request_id == request_id, Operation.state == "pending")
-    change = update(Operation).where(*pending).values(state=state, finished_at=now, **outcome)
+    before = aliased(Operation)
+    last = select(func.coalesce(func.max(before.settled_seq), 0)).where(before.scope == Operation.scope)
+    place = last.scalar_subquery() + 1  # one writer: whoever reads a place has all places before it
+    change = update(Operation).where(*pending).values(state=state, finished_at=now, settled_seq=place, **outcome)
     settled = await db.scalars(change.returning(Operation.request_id))
     return settled.one_or_none() is not None
 
@@ -201,4 +212,5 @@ def _record(row: Operation) -> OperationRecord:
         created_at=row.created_at,
         finished_at=row.finished_at,
         delivered_at=row.delivered_at,
+        checkpoint_id=row.checkpoint_id,
     )

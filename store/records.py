@@ -90,6 +90,27 @@ class SamplerRecord:
     model_path: str | None
     checkpoint_id: str | None
     created_at: datetime
+    follows_model_id: str | None = None
+    """The run whose newest inflight weights it samples; `checkpoint_id` is None then."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """A sampled sequence of n tokens with what is known of how likely they were.
+
+    `tokens` int32 [n], `logprobs` (as the client got them) and `plain_logprobs` (at temperature 1) float32 [n], each
+    packed little-endian. `checkpoint_id` None: the base model.
+    """
+
+    sequence_id: str
+    project_id: str
+    base_model: str
+    checkpoint_id: str | None
+    temperature: float
+    tokens: bytes
+    logprobs: bytes
+    plain_logprobs: bytes
+    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +127,10 @@ class CheckpointRecord:
     base_model: str
     lora: LoraSpec
     has_optimizer: bool
+    encrypted: bool
+    """Whether each file is kept only as `{name}.age`."""
+    public: bool
+    """Whether other projects may read it by its path."""
     user_metadata: Mapping[str, Any]
     created_at: datetime
     expires_at: datetime | None
@@ -138,6 +163,8 @@ class NewOperation:
     digest: str
     body: Body
     created_at: datetime
+    checkpoint_id: str | None = None
+    """The checkpoint that a sample reads; it is kept until the sample is settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +190,14 @@ class OperationRecord:
     finished_at: datetime | None
     delivered_at: datetime | None
     """When the outcome was handed out for the first time."""
+    checkpoint_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An outcome as a line of its scope's list: `place` is its cursor, `size` the bytes of a result."""
+
+    request_id: str
+    place: int
+    finished: bool
+    size: int | None

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Dialect,
     ForeignKey,
     Index,
+    Integer,
     LargeBinary,
     MetaData,
     String,
@@ -140,7 +141,36 @@ class Sampler(Base):
     base_model: Mapped[str]
     model_path: Mapped[str | None]
     checkpoint_id: Mapped[str | None]
+    follows_model_id: Mapped[str | None]
+    clones: Mapped[int]
     created_at: Mapped[datetime]
+
+
+class InflightSlot(Base):
+    """The mutable weights of a run's inflight samplers: the checkpoint of the newest such save."""
+
+    __tablename__ = "inflight_slots"
+
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.model_id"), primary_key=True)
+    seq_id: Mapped[int]
+    checkpoint_id: Mapped[str]
+
+
+class SampledSequence(Base):
+    """What was drawn, and how likely it was: float32 and int32 values, little-endian. No foreign key to a checkpoint,
+    which may go first."""
+
+    __tablename__ = "sampled_sequences"
+
+    sequence_id: Mapped[str] = mapped_column(primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
+    base_model: Mapped[str]
+    checkpoint_id: Mapped[str | None]
+    temperature: Mapped[float]
+    tokens: Mapped[bytes]
+    logprobs: Mapped[bytes]
+    plain_logprobs: Mapped[bytes]
+    created_at: Mapped[datetime] = mapped_column(index=True)
 
 
 class Checkpoint(Base):
@@ -163,16 +193,24 @@ class Checkpoint(Base):
     base_model: Mapped[str]
     lora: Mapped[dict[str, Any]]
     has_optimizer: Mapped[bool]
+    encrypted: Mapped[bool]
+    public: Mapped[bool]
     user_metadata: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]
 
 
 class Operation(Base):
-    """A body is either inline (`*_inline`) or a reference to a file (`*_ref`); both NULL once expired."""
+    """A body is either inline (`*_inline`) or a reference to a file (`*_ref`); both NULL once expired. `settled_seq`
+    numbers the outcomes of a scope in the order in which they became durable. `checkpoint_id` is what a sample reads:
+    it stays as long as such a sample is pending."""
 
     __tablename__ = "operations"
-    __table_args__ = (UniqueConstraint("scope", "seq_id"), Index(None, "state"))
+    __table_args__ = (
+        UniqueConstraint("scope", "seq_id"),
+        Index(None, "state"),
+        Index(None, "scope", "settled_seq"),
+    )
 
     request_id: Mapped[str] = mapped_column(primary_key=True)
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
@@ -184,9 +222,54 @@ class Operation(Base):
     content_type: Mapped[str | None]
     error: Mapped[dict[str, Any] | None]
     created_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
     delivered_at: Mapped[datetime | None]
+    settled_seq: Mapped[int | None]
+    checkpoint_id: Mapped[str | None]
     body_ref: Mapped[dict[str, Any] | None]
     result_ref: Mapped[dict[str, Any] | None]
     body_inline: Mapped[bytes | None]
     result_inline: Mapped[bytes | None]
+
+
+class Event(Base):
+    """A line of the audit log. `resource` is the first word of `event`, for filtering."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index(None, "project_id", "at"),)
+
+    event_id: Mapped[int] = mapped_column(Integer, primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
+    at: Mapped[datetime]
+    resource: Mapped[str]
+    event: Mapped[str]
+    details: Mapped[dict[str, Any]]
+
+
+class TokenUsage(Base):
+    """Tokens of one kind in one hour, added up by what they are attributed to."""
+
+    __tablename__ = "token_usage"
+
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"), primary_key=True)
+    bucket_start: Mapped[datetime] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    base_model: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(primary_key=True)
+    tokens: Mapped[int]
+
+
+class StoredCheckpoint(Base):
+    """How long a checkpoint took how much storage: outlives the checkpoint itself."""
+
+    __tablename__ = "stored_checkpoints"
+    __table_args__ = (Index(None, "project_id", "deleted_at"),)
+
+    checkpoint_id: Mapped[str] = mapped_column(primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
+    session_id: Mapped[str]
+    base_model: Mapped[str]
+    size_bytes: Mapped[int]
+    created_at: Mapped[datetime]
+    deleted_at: Mapped[datetime | None]

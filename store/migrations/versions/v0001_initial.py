@@ -1,4 +1,4 @@
-"""The first schema: projects, keys, sessions, runs, samplers, checkpoints, the operation log."""
+"""The first schema: projects, keys, sessions, runs, samplers, checkpoints, operation log, audit log, usage."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def upgrade() -> None:
     _sessions()
     _checkpoints()
     _operations()
+    _sampling()
+    _records()
 
 
 def _tenants() -> None:
@@ -94,6 +96,8 @@ def _sessions() -> None:
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("model_path", sa.String(), nullable=True),
         sa.Column("checkpoint_id", sa.String(), nullable=True),
+        sa.Column("follows_model_id", sa.String(), nullable=True),
+        sa.Column("clones", sa.BigInteger(), nullable=False),
         sa.Column("created_at", sa.DateTime(), nullable=False),
         sa.PrimaryKeyConstraint("sampler_id", name="pk_samplers"),
         sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_samplers_project_id_projects"),
@@ -115,6 +119,8 @@ def _checkpoints() -> None:
         sa.Column("base_model", sa.String(), nullable=False),
         sa.Column("lora", sa.JSON(), nullable=False),
         sa.Column("has_optimizer", sa.Boolean(), nullable=False),
+        sa.Column("encrypted", sa.Boolean(), nullable=False),
+        sa.Column("public", sa.Boolean(), nullable=False),
         sa.Column("user_metadata", sa.JSON(), nullable=False),
         sa.Column("created_at", sa.DateTime(), nullable=False),
         sa.Column("expires_at", sa.DateTime(), nullable=True),
@@ -141,8 +147,11 @@ def _operations() -> None:
         sa.Column("content_type", sa.String(), nullable=True),
         sa.Column("error", sa.JSON(), nullable=True),
         sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("started_at", sa.DateTime(), nullable=True),
         sa.Column("finished_at", sa.DateTime(), nullable=True),
         sa.Column("delivered_at", sa.DateTime(), nullable=True),
+        sa.Column("settled_seq", sa.BigInteger(), nullable=True),
+        sa.Column("checkpoint_id", sa.String(), nullable=True),
         sa.Column("body_ref", sa.JSON(), nullable=True),
         sa.Column("result_ref", sa.JSON(), nullable=True),
         sa.Column("body_inline", sa.LargeBinary(), nullable=True),
@@ -152,3 +161,75 @@ def _operations() -> None:
         sa.UniqueConstraint("scope", "seq_id", name="uq_operations_scope_seq_id"),
     )
     op.create_index("ix_operations_state", "operations", ["state"])
+    op.create_index("ix_operations_scope_settled_seq", "operations", ["scope", "settled_seq"])
+
+
+def _sampling() -> None:
+    op.create_table(
+        "inflight_slots",
+        sa.Column("model_id", sa.String(), nullable=False),
+        sa.Column("seq_id", sa.BigInteger(), nullable=False),
+        sa.Column("checkpoint_id", sa.String(), nullable=False),
+        sa.PrimaryKeyConstraint("model_id", name="pk_inflight_slots"),
+        sa.ForeignKeyConstraint(["model_id"], ["runs.model_id"], name="fk_inflight_slots_model_id_runs"),
+    )
+    op.create_table(
+        "sampled_sequences",
+        sa.Column("sequence_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("checkpoint_id", sa.String(), nullable=True),
+        sa.Column("temperature", sa.Float(), nullable=False),
+        sa.Column("tokens", sa.LargeBinary(), nullable=False),
+        sa.Column("logprobs", sa.LargeBinary(), nullable=False),
+        sa.Column("plain_logprobs", sa.LargeBinary(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.PrimaryKeyConstraint("sequence_id", name="pk_sampled_sequences"),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.project_id"], name="fk_sampled_sequences_project_id_projects"
+        ),
+    )
+    op.create_index("ix_sampled_sequences_created_at", "sampled_sequences", ["created_at"])
+
+
+def _records() -> None:
+    op.create_table(
+        "events",
+        sa.Column("event_id", sa.Integer(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("at", sa.DateTime(), nullable=False),
+        sa.Column("resource", sa.String(), nullable=False),
+        sa.Column("event", sa.String(), nullable=False),
+        sa.Column("details", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("event_id", name="pk_events"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_events_project_id_projects"),
+    )
+    op.create_index("ix_events_project_id_at", "events", ["project_id", "at"])
+    op.create_table(
+        "token_usage",
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("bucket_start", sa.DateTime(), nullable=False),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("tokens", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint(
+            "project_id", "bucket_start", "kind", "base_model", "session_id", name="pk_token_usage"
+        ),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_token_usage_project_id_projects"),
+    )
+    op.create_table(
+        "stored_checkpoints",
+        sa.Column("checkpoint_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("base_model", sa.String(), nullable=False),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.Column("deleted_at", sa.DateTime(), nullable=True),
+        sa.PrimaryKeyConstraint("checkpoint_id", name="pk_stored_checkpoints"),
+        sa.ForeignKeyConstraint(
+            ["project_id"], ["projects.project_id"], name="fk_stored_checkpoints_project_id_projects"
+        ),
+    )
+    op.create_index("ix_stored_checkpoints_project_id_deleted_at", "stored_checkpoints", ["project_id", "deleted_at"])
