@@ -61,7 +61,7 @@ class Presence:
                 f"session {session_id[:200]!r} is {record.state}",
                 field="session_id",
                 hint="create a new session",
-                code="session_finished",
+                code="session_ended",
             )
         self._active[(project_id, session_id)] = self._clock() + TRUST_SECONDS
         while len(self._active) > MAX_REMEMBERED:

@@ -66,7 +66,7 @@ async def test_heartbeats_of_a_life(edge: Edge) -> None:
     assert (await edge.client.post(f"sessions/{session_id}/finish", json=SUCCESS)).status_code == 200
     ended = await edge.client.post("session_heartbeat", json=body)
     assert ended.status_code == 410
-    assert ended.json()["error"]["code"] == "session_finished"
+    assert ended.json()["error"]["code"] == "session_ended"
 
 
 async def test_the_first_reason_wins_and_repeats_are_200(edge: Edge) -> None:
