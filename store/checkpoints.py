@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import AlreadyExists
 from schemas.operations import LoraSpec
+from store.events import EventName, add_event
 from store.records import CheckpointKind, CheckpointRecord
-from store.tables import Checkpoint, Operation
+from store.tables import Checkpoint, Operation, Run
+from store.usage import begin_storage, end_storage
 
 
 async def create_checkpoint(
@@ -38,6 +40,7 @@ async def create_checkpoint(
     now: datetime,
     overwrite: bool,
     encrypted: bool = False,
+    optimizer_type: str = "adamw",
 ) -> tuple[CheckpointRecord, str | None]:
     """Turn a complete folder into a checkpoint; `name` None makes it ephemeral (reachable by id only).
 
@@ -57,8 +60,7 @@ async def create_checkpoint(
                 field="path",
                 hint="Choose another name, or send overwrite=true.",
             )
-        await db.delete(replaced)
-        await db.flush()
+        await _remove(db, replaced, now, {"reason": "overwritten"})
     row = Checkpoint(
         checkpoint_id=checkpoint_id,
         project_id=project_id,
@@ -72,12 +74,24 @@ async def create_checkpoint(
         has_optimizer=has_optimizer,
         encrypted=encrypted,
         public=False,
+        optimizer_type=optimizer_type,
         user_metadata=dict(user_metadata),
         created_at=now,
         expires_at=expires_at,
     )
     db.add(row)
     await db.flush()
+    run = await db.get_one(Run, model_id)
+    await begin_storage(
+        db,
+        checkpoint_id=checkpoint_id,
+        project_id=project_id,
+        session_id=run.session_id,
+        base_model=base_model,
+        size_bytes=size_bytes,
+        now=now,
+    )
+    await _note(db, row, "checkpoint_created", now, {"size_bytes": size_bytes, "session_id": run.session_id})
     return _record(row), None if replaced is None else replaced.folder
 
 
@@ -143,16 +157,35 @@ async def latest_checkpoints(
     return {(record.model_id, record.kind): record for record in map(_record, rows)}
 
 
-async def set_checkpoint_expiry(db: AsyncSession, checkpoint_id: str, expires_at: datetime | None) -> None:
-    """Change when a checkpoint is swept; None keeps it."""
-    chosen = Checkpoint.checkpoint_id == checkpoint_id
-    await db.execute(update(Checkpoint).where(chosen).values(expires_at=expires_at))
+async def set_checkpoint_expiry(
+    db: AsyncSession,
+    checkpoint_id: str,
+    expires_at: datetime | None,
+    *,
+    by: str | None = None,
+    now: datetime | None = None,
+) -> None:
+    """Change when a checkpoint is swept; None keeps it. `by` is the id of the key that asked, for the audit log."""
+    row = await db.get(Checkpoint, checkpoint_id)
+    if row is None:
+        return
+    row.expires_at = expires_at
+    await db.flush()
+    expires = None if expires_at is None else expires_at.isoformat()
+    await _note(db, row, "checkpoint_ttl_set", now or datetime.now(UTC), {"expires_at": expires, "key_id": by})
 
 
-async def set_checkpoint_public(db: AsyncSession, checkpoint_id: str, public: bool) -> None:
-    """Let other projects read a checkpoint by its path, or end that."""
-    chosen = Checkpoint.checkpoint_id == checkpoint_id
-    await db.execute(update(Checkpoint).where(chosen).values(public=public))
+async def set_checkpoint_public(
+    db: AsyncSession, checkpoint_id: str, public: bool, *, by: str | None = None, now: datetime | None = None
+) -> None:
+    """Let other projects read a checkpoint by its path, or end that. `by`: the key that asked, for the audit log."""
+    row = await db.get(Checkpoint, checkpoint_id)
+    if row is None or row.public == public:
+        return
+    row.public = public
+    await db.flush()
+    event: EventName = "checkpoint_published" if public else "checkpoint_unpublished"
+    await _note(db, row, event, now or datetime.now(UTC), {"key_id": by})
 
 
 async def expired_checkpoints(db: AsyncSession, now: datetime) -> list[CheckpointRecord]:
@@ -163,13 +196,17 @@ async def expired_checkpoints(db: AsyncSession, now: datetime) -> list[Checkpoin
     return [_record(row) for row in rows]
 
 
-async def delete_checkpoint(db: AsyncSession, checkpoint_id: str) -> str | None:
-    """Forget a checkpoint. Returns its folder, to be deleted after the commit; None if there is no such checkpoint."""
+async def delete_checkpoint(
+    db: AsyncSession, checkpoint_id: str, *, reason: str = "deleted", by: str | None = None, now: datetime | None = None
+) -> str | None:
+    """Forget a checkpoint. Returns its folder, to be deleted after the commit; None if there is no such checkpoint.
+
+    `reason` and `by` (the id of the key that asked) are for the audit log.
+    """
     row = await db.get(Checkpoint, checkpoint_id)
     if row is None:
         return None
-    await db.delete(row)
-    await db.flush()
+    await _remove(db, row, now or datetime.now(UTC), {"reason": reason, "key_id": by})
     return row.folder
 
 
@@ -183,6 +220,20 @@ async def _named(
 ) -> Checkpoint | None:
     wanted = (Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
     return await db.scalar(select(Checkpoint).where(Checkpoint.project_id == project_id, *wanted))
+
+
+async def _remove(db: AsyncSession, row: Checkpoint, now: datetime, details: Mapping[str, Any]) -> None:
+    await _note(db, row, "checkpoint_deleted", now, details)
+    await end_storage(db, row.checkpoint_id, now)
+    await db.delete(row)
+    await db.flush()
+
+
+async def _note(db: AsyncSession, row: Checkpoint, event: EventName, now: datetime, details: Mapping[str, Any]) -> None:
+    """A line in the audit log. Ephemeral checkpoints come and go with their samplers; nobody asked for them by name."""
+    if row.name is not None:
+        about = {"model_id": row.model_id, "kind": row.kind, "name": row.name}
+        await add_event(db, row.project_id, event, now, {**about, **details})
 
 
 def _record(row: Checkpoint) -> CheckpointRecord:
@@ -199,6 +250,7 @@ def _record(row: Checkpoint) -> CheckpointRecord:
         has_optimizer=row.has_optimizer,
         encrypted=row.encrypted,
         public=row.public,
+        optimizer_type=row.optimizer_type,
         user_metadata=row.user_metadata,
         created_at=row.created_at,
         expires_at=row.expires_at,

@@ -19,6 +19,7 @@ from sqlalchemy import or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import NotFound
+from store.events import add_event
 from store.files import read_private, replace_private
 from store.records import KeyRecord, ProjectRecord
 from store.tables import ApiKey, Project
@@ -53,6 +54,7 @@ async def ensure_project(db: AsyncSession, name: str, *, now: datetime | None = 
     row = Project(project_id=secrets.token_hex(16), name=name, created_at=now or datetime.now(UTC))
     db.add(row)
     await db.flush()
+    await add_event(db, row.project_id, "project_created", row.created_at, {"name": name})
     return row.project_id
 
 
@@ -84,6 +86,9 @@ async def create_key(
     )
     db.add(row)
     await db.flush()
+    expires = None if expires_at is None else expires_at.isoformat()
+    details = {"created_key_id": row.key_id, "name": name, "expires_at": expires}
+    await add_event(db, project_id, "key_created", row.created_at, details)
     return row.key_id, plaintext
 
 
@@ -102,11 +107,13 @@ async def authenticate(db: AsyncSession, plaintext: str, *, now: datetime | None
             found = row
     if not candidates:
         hmac.compare_digest(_NOBODY, digest)
-    if found is None or found.revoked_at is not None:
-        return None
-    if found.expires_at is not None and found.expires_at <= (now or datetime.now(UTC)):
-        return None
-    return _record(found)
+    return None if found is None else _valid(found, now or datetime.now(UTC))
+
+
+async def valid_key(db: AsyncSession, key_id: str, *, now: datetime | None = None) -> KeyRecord | None:
+    """The key of this id if it still lets its holder in, else None."""
+    row = await db.get(ApiKey, key_id)
+    return None if row is None else _valid(row, now or datetime.now(UTC))
 
 
 async def list_keys(db: AsyncSession, project_id: str) -> list[KeyRecord]:
@@ -120,8 +127,10 @@ async def revoke_key(db: AsyncSession, project_id: str, key_id: str, now: dateti
     row = await db.get(ApiKey, key_id)
     if row is None or row.project_id != project_id:
         return False
-    row.revoked_at = row.revoked_at or now
-    await db.flush()
+    if row.revoked_at is None:
+        row.revoked_at = now
+        await db.flush()
+        await add_event(db, project_id, "key_revoked", now, {"revoked_key_id": key_id, "name": row.name})
     return True
 
 
@@ -134,6 +143,12 @@ async def touch_keys(db: AsyncSession, last_used: Mapping[str, datetime]) -> Non
 
 def _digest(db: AsyncSession, plaintext: str) -> bytes:
     return hmac.digest(db.info[PEPPER], plaintext.encode("ascii"), "sha256")
+
+
+def _valid(row: ApiKey, now: datetime) -> KeyRecord | None:
+    if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now):
+        return None
+    return _record(row)
 
 
 def _record(row: ApiKey) -> KeyRecord:

@@ -108,21 +108,39 @@ async def find_operation(db: AsyncSession, project_id: str, scope: str, seq_id: 
     return _record(row) if row is not None and row.project_id == project_id and row.state != _REFUSED else None
 
 
-async def finish(db: AsyncSession, request_id: str, result: Body, content_type: str, now: datetime) -> bool:
-    """Keep the result of a pending operation.
+async def finish(
+    db: AsyncSession,
+    request_id: str,
+    result: Body,
+    content_type: str,
+    now: datetime,
+    *,
+    started_at: datetime | None = None,
+) -> bool:
+    """Keep the result of a pending operation, which began to run at `started_at`.
 
     Returns:
         False if the operation is not pending (any more): the first outcome stands, and where `result` is a file the
         caller deletes it.
     """
     inline, ref = _split(result)
-    outcome = {"result_inline": inline, "result_ref": ref, "content_type": content_type}
+    outcome = {
+        "result_inline": inline,
+        "result_ref": ref,
+        "content_type": content_type,
+        "started_at": started_at,
+    }
     return await _settle(db, request_id, "done", now, outcome)
 
 
-async def fail(db: AsyncSession, request_id: str, error: TinsmithError, now: datetime) -> bool:
-    """Keep the failure of a pending operation. False if the operation is not pending (any more)."""
-    return await _settle(db, request_id, "failed", now, {"error": error_to_json(error)})
+async def fail(
+    db: AsyncSession, request_id: str, error: TinsmithError, now: datetime, *, started_at: datetime | None = None
+) -> bool:
+    """Keep the failure of a pending operation (`started_at` None: it never ran).
+
+    Returns False if the operation is not pending (any more).
+    """
+    return await _settle(db, request_id, "failed", now, {"error": error_to_json(error), "started_at": started_at})
 
 
 async def mark_delivered(db: AsyncSession, request_ids: Collection[str], now: datetime) -> None:

@@ -131,6 +131,8 @@ class CheckpointRecord:
     """Whether each file is kept only as `{name}.age`."""
     public: bool
     """Whether other projects may read it by its path."""
+    optimizer_type: str
+    """Of the run that wrote it, whether or not its state was kept."""
     user_metadata: Mapping[str, Any]
     created_at: datetime
     expires_at: datetime | None
@@ -201,3 +203,59 @@ class Completion:
     place: int
     finished: bool
     size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """A line of the audit log. `event` is `{resource}_{action}`."""
+
+    event: str
+    at: datetime
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsageRecord:
+    """Tokens of one kind in the hour that begins at `bucket_start`."""
+
+    bucket_start: datetime
+    kind: str
+    base_model: str
+    session_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """How long a checkpoint of `size_bytes` was stored; `deleted_at` None = it still is."""
+
+    base_model: str
+    session_id: str
+    size_bytes: int
+    created_at: datetime
+    deleted_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineRecord:
+    """When an operation was accepted, began to run, had an outcome, and was delivered for the first time."""
+
+    request_id: str
+    kind: str
+    scope: str
+    seq_id: int | None
+    state: OperationState
+    error_code: str | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    delivered_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummaryRecord:
+    """A session, and the named checkpoints of its runs: how many, and their size in bytes."""
+
+    session: SessionRecord
+    checkpoints_count: int
+    checkpoint_storage_bytes: int

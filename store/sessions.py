@@ -9,6 +9,7 @@ from typing import Any, cast
 from sqlalchemy import func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from store.events import add_event
 from store.records import SessionRecord, SessionState
 from store.tables import Session
 
@@ -24,8 +25,12 @@ async def create_session(
     display_name: str | None,
     idempotency_key: str | None,
     now: datetime,
+    by: str | None = None,
 ) -> SessionRecord:
-    """Add a session; the same idempotency key in the same project gives the session that it made before."""
+    """Add a session; the same idempotency key in the same project gives the session that it made before.
+
+    `by` is the id of the key that asked for it, for the audit log.
+    """
     if idempotency_key is not None:
         known = await db.scalar(
             select(Session).where(Session.project_id == project_id, Session.idempotency_key == idempotency_key)
@@ -46,6 +51,8 @@ async def create_session(
     )
     db.add(row)
     await db.flush()
+    details = {"session_id": session_id, "display_name": display_name, "key_id": by}
+    await add_event(db, project_id, "session_created", now, details)
     return _record(row)
 
 
@@ -65,15 +72,27 @@ async def list_sessions(db: AsyncSession, project_id: str, limit: int, offset: i
 
 
 async def finish_session(
-    db: AsyncSession, project_id: str, session_id: str, reason: str, detail: str | None, now: datetime
+    db: AsyncSession,
+    project_id: str,
+    session_id: str,
+    reason: str,
+    detail: str | None,
+    now: datetime,
+    *,
+    by: str | None = None,
 ) -> SessionRecord | None:
-    """End a session for the client's own reason. The first reason wins: a session that is over stays as it ended."""
+    """End a session for the client's own reason. The first reason wins: a session that is over stays as it ended.
+
+    `by` is the id of the key that asked for it, for the audit log.
+    """
     row = await _find(db, project_id, session_id)
     if row is None:
         return None
     if row.state == "active":
         row.state, row.finish_reason, row.finish_detail, row.ended_at = "finished", reason, detail, now
         await db.flush()
+        details = {"session_id": session_id, "reason": reason, "key_id": by}
+        await add_event(db, project_id, "session_finished", now, details)
     return _record(row)
 
 
@@ -98,6 +117,7 @@ async def expire_session(db: AsyncSession, session_id: str, now: datetime) -> bo
         return False
     row.state, row.ended_at = "expired", now
     await db.flush()
+    await add_event(db, row.project_id, "session_expired", now, {"session_id": session_id})
     return True
 
 
