@@ -71,26 +71,46 @@ class OptimStepParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DimuonStepParams:
+    """The same for Dimuon (`docs/optimizers.md`)."""
+
+    lr: float | None = None
+    beta1: float | None = None
+    damping: float | None = None
+    rank_lr_correction_exponent: float | None = None
+
+
+StepParams = OptimStepParams | DimuonStepParams
+OptimizerType = Literal["adamw", "dimuon"]
+"""The optimizer of a training run, fixed when it is created."""
+
+
+@dataclass(frozen=True, slots=True)
 class CreateModel:
     """Make a fresh adapter (request 0 of a training run)."""
 
     lora: LoraSpec
+    optimizer: OptimizerType = "adamw"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Load a checkpoint folder into a new adapter (`create`) or into the live one."""
+    """Load a checkpoint folder into a new adapter (`create`) or into the live one.
+
+    `optimizer` is that of a new adapter; None = the saved one's with its state, else AdamW.
+    """
 
     folder: str
     with_optimizer: bool
     create: bool
+    optimizer: OptimizerType | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStep:
     """One optimizer step. `grad_clip_norm` 0 = off (global 2-norm over the adapter)."""
 
-    params: OptimStepParams
+    params: StepParams
     grad_clip_norm: float = 0.0
 
 
@@ -149,6 +169,8 @@ class Sample:
     """Token ids to score, int64 [L-1, K]; row i scores prompt position i+1; -1 asks nothing."""
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    plain_logprobs: bool = False
+    """Whether the sequences carry the model's own logprobs beside the reported ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +189,8 @@ class SampledSequence:
     logprobs: Float32
     stop_reason: Literal["stop", "length"]
     topk: TopK | None = None
+    plain_logprobs: Float32 | None = None
+    """log softmax(logits) of the tokens, at temperature 1, float32 [n]; only if the request asked for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import SeqIdConflict
@@ -23,6 +23,7 @@ async def create_sampler(
     model_path: str | None,
     checkpoint_id: str | None,
     now: datetime,
+    follows_model_id: str | None = None,
 ) -> SamplerRecord:
     """Add a sampler. The same `(session_id, seq_id)` with the same content gives the one that was made before.
 
@@ -31,8 +32,9 @@ async def create_sampler(
     """
     known = await db.scalar(select(Sampler).where(Sampler.session_id == session_id, Sampler.seq_id == seq_id))
     if known is not None:
-        wanted = (project_id, base_model, model_path, checkpoint_id)
-        if wanted != (known.project_id, known.base_model, known.model_path, known.checkpoint_id):
+        wanted = (project_id, base_model, model_path, checkpoint_id, follows_model_id)
+        present = (known.project_id, known.base_model, known.model_path, known.checkpoint_id, known.follows_model_id)
+        if wanted != present:
             raise SeqIdConflict(
                 f"sampling_session_seq_id {seq_id} was used before in this session with other content",
                 field="sampling_session_seq_id",
@@ -46,6 +48,8 @@ async def create_sampler(
         base_model=base_model,
         model_path=model_path,
         checkpoint_id=checkpoint_id,
+        follows_model_id=follows_model_id,
+        clones=0,
         created_at=now,
     )
     db.add(row)
@@ -57,6 +61,12 @@ async def get_sampler(db: AsyncSession, project_id: str, sampler_id: str) -> Sam
     """The sampler, or None if it does not exist or belongs to another project."""
     row = await db.get(Sampler, sampler_id)
     return _record(row) if row is not None and row.project_id == project_id else None
+
+
+async def count_clone(db: AsyncSession, sampler_id: str) -> int:
+    """Count one more client of an existing sampler; returns its number, from 1 (the first client is 0)."""
+    change = update(Sampler).where(Sampler.sampler_id == sampler_id).values(clones=Sampler.clones + 1)
+    return (await db.scalars(change.returning(Sampler.clones))).one()
 
 
 async def samplers_of_session(db: AsyncSession, session_id: str) -> list[SamplerRecord]:
@@ -75,4 +85,5 @@ def _record(row: Sampler) -> SamplerRecord:
         model_path=row.model_path,
         checkpoint_id=row.checkpoint_id,
         created_at=row.created_at,
+        follows_model_id=row.follows_model_id,
     )

@@ -195,6 +195,7 @@ class Checkpoint(Base):
     has_optimizer: Mapped[bool]
     encrypted: Mapped[bool]
     public: Mapped[bool]
+    optimizer_type: Mapped[str]
     user_metadata: Mapped[dict[str, Any]]
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime | None]

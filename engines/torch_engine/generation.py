@@ -56,6 +56,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
     stop_reason: Literal["stop", "length"] | None = None
 
     def take(self, token: int, logprob: float) -> None:
@@ -76,7 +77,11 @@ class Row:
                 np.array([ids for ids, _ in self.topk], np.int32), np.array([lp for _, lp in self.topk], np.float32)
             )
         return SampledSequence(
-            np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), self.stop_reason, topk
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            self.stop_reason,
+            topk,
+            np.array(self.plain, np.float32) if self.owner.plan.request.plain_logprobs else None,
         )
 
 
@@ -248,9 +253,11 @@ class TorchGeneration(Generation):
         """Returns the requests that were failed because their logits are not numbers."""
         rules = [row.owner.rule for row in batch.rows]
         logprobs = tempered_logprobs(batch.logits, [rule.temperature for rule in rules])
-        reported = logprobs
-        if self._kind == "plain" and any(rule.temperature not in (0.0, 1.0) for rule in rules):
-            reported = tempered_logprobs(batch.logits, [1.0] * len(rules))
+        asked = [row.owner.plan.request.plain_logprobs for row in batch.rows]
+        plain = logprobs
+        if (self._kind == "plain" or any(asked)) and any(rule.temperature not in (0.0, 1.0) for rule in rules):
+            plain = tempered_logprobs(batch.logits, [1.0] * len(rules))
+        reported = plain if self._kind == "plain" else logprobs
         broken: set[Running] = set()
         for row, bad in zip(batch.rows, logprobs.amax(-1).isnan().tolist(), strict=True):
             if bad and row.owner not in broken:
@@ -260,7 +267,12 @@ class TorchGeneration(Generation):
                     EngineFailure("the model's logits are not finite with this adapter", hint="its weights are broken"),
                 )
         tokens = draw(logprobs.nan_to_num(nan=0.0), rules, [row.draws.random() for row in batch.rows])
-        values = reported.gather(-1, torch.tensor(tokens, device=reported.device)[:, None])[:, 0].tolist()
+        chosen = torch.tensor(tokens, device=reported.device)[:, None]
+        values = reported.gather(-1, chosen)[:, 0].tolist()
+        if any(asked):
+            for row, wanted, value in zip(batch.rows, asked, plain.gather(-1, chosen)[:, 0].tolist(), strict=True):
+                if wanted:
+                    row.plain.append(value)
         wide = max(row.owner.plan.request.topk_sample_logprobs for row in batch.rows)
         if wide:
             best, ids = (tensor.tolist() for tensor in torch.topk(reported, wide, dim=-1))

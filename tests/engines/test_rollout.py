@@ -172,6 +172,27 @@ def test_plain_logprobs_are_those_of_the_bare_logits(world: World) -> None:
     assert abs(plain.logprobs - tempered.logprobs).max() > 0.01
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+def test_a_request_can_have_its_plain_logprobs_beside_the_reported_ones(world: World, temperature: float) -> None:
+    params = SamplingParams(max_tokens=6, temperature=temperature, seed=1, stop=())
+    batch = {
+        "asked": sample(PROMPTS[0], params, plain_logprobs=True, num_samples=2, adapter_folder=world.folders["a"]),
+        "not": sample(PROMPTS[1], params),
+        "longer": sample(PROMPTS[2], replace(params, max_tokens=9), plain_logprobs=True),
+    }
+    results = run(world.engine(), batch)
+    assert succeeded(results["not"]).sequences[0].plain_logprobs is None
+    for name, adapter, prompt in (("asked", "a", PROMPTS[0]), ("longer", None, PROMPTS[2])):
+        for sequence in succeeded(results[name]).sequences:
+            tokens, plain = sequence.tokens.tolist(), sequence.plain_logprobs
+            assert plain is not None
+            assert (plain.dtype, plain.shape) == (np.float32, sequence.logprobs.shape)
+            scored = world.forced(prompt + tokens, adapter)[len(prompt) - 1 : -1]
+            expected = scored.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            np.testing.assert_allclose(plain, expected.numpy(), atol=2e-5)
+            assert (abs(plain - sequence.logprobs).max() > 0.01) == (temperature == 0.5)
+
+
 @pytest.mark.parametrize("cells", [2**25, 259 * 7])
 def test_prompt_scores_equal_a_plain_pass(world: World, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_SCORED_CELLS", cells)  # the small value reads the prompt in pieces of 7
