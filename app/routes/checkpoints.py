@@ -1,4 +1,4 @@
-"""Checkpoints, as lists; deleting them and setting when they expire.
+"""Checkpoints, as lists; deleting them, setting when they expire and who may read them.
 
 A checkpoint id on the wire is `weights/{name}`: it holds a slash, unescaped.
 """
@@ -23,6 +23,11 @@ RunId = Annotated[str, Path(max_length=300, description="The training run.")]
 CheckpointId = Annotated[
     str, Path(max_length=200, description="`weights/{name}`, `sampler_weights/{name}` or `external_weights/{name}`.")
 ]
+Segment = Annotated[str, Path(max_length=64, description="`weights`, `sampler_weights` or `external_weights`.")]
+Name = Annotated[str, Path(max_length=128, description="The name of the checkpoint.")]
+
+PUBLISH = "/training_runs/{training_run_id}/checkpoints/{segment}/{name}/publish"
+"""In parts, unlike the other routes: deleting a checkpoint that is called `publish` must not be taken for it."""
 
 
 @router.get("/checkpoints", operation_id="list_checkpoints", response_model_exclude_none=True)
@@ -74,6 +79,26 @@ async def set_checkpoint_ttl(
     return Response(status_code=204)
 
 
+@router.post(PUBLISH, operation_id="publish_checkpoint", status_code=204)
+async def publish_checkpoint(
+    training_run_id: RunId, segment: Segment, name: Name, principal: PrincipalDep, services: ServicesDep
+) -> Response:
+    """Let every project load, sample and ask about a checkpoint by its path. Nothing changes if they can already."""
+    path = parse_checkpoint_id(training_run_id, f"{segment}/{name}")
+    await services.checkpoints.set_public(principal.project_id, path, True)
+    return Response(status_code=204)
+
+
+@router.delete(PUBLISH, operation_id="unpublish_checkpoint", status_code=204)
+async def unpublish_checkpoint(
+    training_run_id: RunId, segment: Segment, name: Name, principal: PrincipalDep, services: ServicesDep
+) -> Response:
+    """Keep a checkpoint to its own project again. Models that others made from it meanwhile stay theirs."""
+    path = parse_checkpoint_id(training_run_id, f"{segment}/{name}")
+    await services.checkpoints.set_public(principal.project_id, path, False)
+    return Response(status_code=204)
+
+
 @router.delete(
     "/training_runs/{training_run_id}/checkpoints/{checkpoint_id:path}",
     operation_id="delete_checkpoint",
@@ -96,6 +121,7 @@ def shown(record: CheckpointRecord) -> Checkpoint:
         time=record.created_at,
         tinker_path=str(path),
         size_bytes=record.size_bytes,
+        public=record.public,
         user_metadata=dict(record.user_metadata) or None,
         expires_at=record.expires_at,
     )

@@ -1,15 +1,19 @@
-"""Fetching exported adapters: signed addresses for the owner, files for whoever has an address."""
+"""Fetching adapters: signed addresses for the owner, files for whoever has an address."""
 
 from __future__ import annotations
 
+from email.utils import format_datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+from starlette.background import BackgroundTask
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.checkpoints import CheckpointId, RunId
+from app.services.archives import TarStream
 from app.services.paths import parse_checkpoint_id
+from app.settings import Settings
 from schemas.responses import ExternalWeightsUrls
 
 router = APIRouter(tags=["exports"])
@@ -34,16 +38,36 @@ async def external_weights_urls(
     """Addresses of the files of an export. They work without a key, with ranges, until they expire."""
     path = parse_checkpoint_id(training_run_id, checkpoint_id)
     addresses, expires = await services.exports.addresses(principal.project_id, path)
-    root = (settings.public_url or str(request.base_url)).rstrip("/")
-    return ExternalWeightsUrls(
-        urls={name: f"{root}/api/v1{address}" for name, address in addresses.items()}, expires=expires
-    )
+    urls = {name: _absolute(request, settings, address) for name, address in addresses.items()}
+    return ExternalWeightsUrls(urls=urls, expires=expires)
+
+
+@router.get(
+    "/training_runs/{training_run_id}/checkpoints/{checkpoint_id:path}/archive",
+    operation_id="checkpoint_archive",
+    status_code=302,
+    response_class=Response,
+    responses={302: {"description": "`Location` is the address of the archive, `Expires` says when it ends."}},
+)
+async def checkpoint_archive(
+    training_run_id: RunId,
+    checkpoint_id: CheckpointId,
+    request: Request,
+    principal: PrincipalDep,
+    services: ServicesDep,
+    settings: SettingsDep,
+) -> Response:
+    """The address of a tar of the adapter (PEFT files), which works without a key. What clients before 0.26 ask for."""
+    path = parse_checkpoint_id(training_run_id, checkpoint_id)
+    address, expires = await services.exports.archive_address(principal.project_id, path)
+    headers = {"Location": _absolute(request, settings, address), "Expires": format_datetime(expires, usegmt=True)}
+    return Response(status_code=302, headers=headers)
 
 
 @files.get(
     "/files/{checkpoint_id}/{name}",
     operation_id="download_file",
-    response_class=FileResponse,
+    response_class=Response,
     responses={
         200: {"content": BYTES, "description": "The file."},
         206: {"content": BYTES, "description": "The range that was asked for."},
@@ -55,7 +79,17 @@ async def download_file(
     expires: Annotated[int, Query(ge=0, le=2**53)],
     signature: Annotated[str, Query(max_length=128)],
     services: ServicesDep,
-) -> FileResponse:
-    """One exported file, by the address that `external_weights_urls` gave."""
-    path = await services.exports.file(checkpoint_id, name, expires, signature)
-    return FileResponse(path, media_type="application/octet-stream", filename=name)
+) -> Response:
+    """One exported file or archive, by the address that the server gave. Files can be had in ranges."""
+    found = await services.exports.download(checkpoint_id, name, expires, signature)
+    if not found.is_archive:
+        return FileResponse(found.files[name], media_type="application/octet-stream", filename=name)
+    archive = TarStream(found.files, found.written)
+    headers = {"Content-Length": str(archive.size), "Content-Disposition": f'attachment; filename="{name}"'}
+    background = BackgroundTask(archive.close)
+    return StreamingResponse(archive, media_type="application/x-tar", headers=headers, background=background)
+
+
+def _absolute(request: Request, settings: Settings, address: str) -> str:
+    root = (settings.public_url or str(request.base_url)).rstrip("/")
+    return f"{root}/api/v1{address}"

@@ -8,6 +8,7 @@ from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import numbered, parse_model, read_model
 from app.services import Services
 from app.services.paths import session_of
+from app.services.runs import optimizer_type
 from schemas.requests import (
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
@@ -15,7 +16,7 @@ from schemas.requests import (
     SaveWeightsRequest,
     WeightsInfoRequest,
 )
-from schemas.responses import UntypedPromise, WeightsInfoResponse
+from schemas.responses import OptimizerConfigResult, UntypedPromise, WeightsInfoResponse
 
 router = APIRouter(tags=["weights"])
 
@@ -27,7 +28,7 @@ async def save_weights(
     """Save a training checkpoint: the adapter and its optimizer state."""
 
     async def accept(body: bytes) -> UntypedPromise:
-        parsed = parse_model(request, body, SaveWeightsRequest)
+        parsed = await parse_model(request, body, SaveWeightsRequest)
         record = await services.weights.save(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
@@ -41,7 +42,7 @@ async def save_weights_for_sampler(
     """Save weights for sampling, under a name or straight into a new sampling session."""
 
     async def accept(body: bytes) -> UntypedPromise:
-        parsed = parse_model(request, body, SaveWeightsForSamplerRequest)
+        parsed = await parse_model(request, body, SaveWeightsForSamplerRequest)
         record = await services.weights.save_for_sampler(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
@@ -55,7 +56,7 @@ async def save_weights_external(
     """Export the adapter for other programs: a PEFT folder, to be fetched by signed addresses."""
 
     async def accept(body: bytes) -> UntypedPromise:
-        parsed = parse_model(request, body, SaveWeightsExternalRequest)
+        parsed = await parse_model(request, body, SaveWeightsExternalRequest)
         record = await services.weights.save_external(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
@@ -72,7 +73,7 @@ async def load_weights(
     """
 
     async def accept(body: bytes) -> UntypedPromise:
-        parsed = parse_model(request, body, LoadWeightsRequest)
+        parsed = await parse_model(request, body, LoadWeightsRequest)
         record, model_id = await services.weights.load(principal.project_id, parsed)
         return _promise(services, record.request_id, model_id)
 
@@ -85,7 +86,7 @@ async def weights_info(
 ) -> WeightsInfoResponse:
     """The base model and the geometry of a checkpoint: what it takes to make a model that can load it."""
     body = await read_model(request, settings, WeightsInfoRequest)
-    checkpoint = await services.checkpoints.resolve(principal.project_id, body.tinker_path, field="tinker_path")
+    checkpoint = await services.checkpoints.readable((principal.project_id,), body.tinker_path, field="tinker_path")
     return WeightsInfoResponse(
         base_model=checkpoint.base_model,
         is_lora=True,
@@ -93,6 +94,7 @@ async def weights_info(
         train_unembed=checkpoint.lora.train_unembed,
         train_mlp=checkpoint.lora.train_mlp,
         train_attn=checkpoint.lora.train_attn,
+        optimizer_config=OptimizerConfigResult.of(optimizer_type(checkpoint.optimizer_type)),
     )
 
 

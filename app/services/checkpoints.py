@@ -1,15 +1,16 @@
 """Checkpoints by name: finding them for their owner, recording new ones, removing them.
 
-Responsible for the way from `tinker://` paths to records and folders, within one project. Not responsible for the
-contents of a folder (engines) or its place on disk (`store/artifacts.py`).
+Responsible for the way from `tinker://` paths to records and folders, and for which project may read or manage them.
+Not responsible for the contents of a folder (engines) or its place on disk (`store/artifacts.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -40,9 +41,11 @@ class NewCheckpoint:
     kind: CheckpointKind
     name: str | None
     base_model: str
+    optimizer_type: str
     user_metadata: Mapping[str, Any]
     ttl_seconds: int | None
     overwrite: bool
+    encrypted: bool = False
 
 
 class Checkpoints:
@@ -54,28 +57,36 @@ class Checkpoints:
         self._clock = clock
         self._replaced: list[str] = []
 
-    async def resolve(self, project_id: str, path: str, *, field: str = "path") -> CheckpointRecord:
-        """The checkpoint of a tinker path.
+    async def readable(self, project_ids: Collection[str], path: str, *, field: str = "path") -> CheckpointRecord:
+        """The checkpoint of a tinker path, for reading: one of these projects', or a public one of any project.
 
         Raises:
             InvalidRequest: not a well-formed path.
-            NotFound: no such checkpoint in this project (or it has expired).
+            NotFound: no such checkpoint, or it has expired, or it is not theirs to read.
         """
-        return await self.find(project_id, parse_path(path, field=field), field=field)
+        wanted = parse_path(path, field=field)
+        record = await self._store.read(
+            lambda db: checkpoints.find_readable(db, project_ids, wanted.model_id, wanted.kind, wanted.name)
+        )
+        return self._present(record, wanted, field)
 
     async def find(self, project_id: str, path: CheckpointPath, *, field: str = "path") -> CheckpointRecord:
-        """As `resolve`, for a parsed path."""
-        record = await self._store.read(lambda db: self.find_in(db, project_id, path))
-        if record is None:
+        """A checkpoint of this project, to be managed or handed out. Raises `NotFound`."""
+        return self._present(await self._store.read(lambda db: self.find_in(db, project_id, path)), path, field)
+
+    def _present(self, record: CheckpointRecord | None, path: CheckpointPath, field: str) -> CheckpointRecord:
+        if record is None or self.expired(record):
             raise NotFound(f"no checkpoint {str(path)!r}", field=field)
         return record
+
+    def expired(self, record: CheckpointRecord) -> bool:
+        """Whether a checkpoint is past its time, though it is not swept yet."""
+        return record.expires_at is not None and record.expires_at <= self._clock()
 
     async def find_in(self, db: AsyncSession, project_id: str, path: CheckpointPath) -> CheckpointRecord | None:
         """The checkpoint if it exists and has not expired, inside a transaction."""
         record = await checkpoints.find_checkpoint(db, project_id, path.model_id, path.kind, path.name)
-        if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
-            return None
-        return record
+        return None if record is None or self.expired(record) else record
 
     async def refuse_taken_name(self, db: AsyncSession, new: NewCheckpoint) -> None:
         """Raise `AlreadyExists` if the name is in use and may not be replaced."""
@@ -90,16 +101,22 @@ class Checkpoints:
                 + (", or pass overwrite=true to replace it" if new.kind == "training" else ""),
             )
 
-    async def folder_of(self, checkpoint_id: str) -> str | None:
-        """The folder of a checkpoint of any project, for the bearer of a signed address; None if it is gone."""
+    async def by_id(self, checkpoint_id: str) -> CheckpointRecord | None:
+        """A checkpoint of any project, for the bearer of a signed address; None if it is gone."""
         record = await self._store.read(lambda db: checkpoints.get_checkpoint(db, None, checkpoint_id))
-        if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
-            return None
-        return record.folder
+        return None if record is None or self.expired(record) else record
 
     def draw_folder(self) -> tuple[str, str]:
         """A fresh (checkpoint id, folder name)."""
         return self._artifacts.new_folder()
+
+    def folder_path(self, folder: str) -> Path:
+        """Where a folder is or will be."""
+        return self._artifacts.path(folder)
+
+    async def copy_folder(self, source: str, target: str) -> None:
+        """Make a folder of the same files that outlives the source. Raises `NotFound` if the source is gone."""
+        await self._artifacts.copy(source, target)
 
     def record_rows(self, new: NewCheckpoint, saved: SavedAdapter, with_optimizer: bool) -> Rows:
         """The rows that make a written folder a checkpoint.
@@ -129,10 +146,12 @@ class Checkpoints:
                 base_model=new.base_model,
                 lora=saved.lora,
                 has_optimizer=with_optimizer,
+                optimizer_type=new.optimizer_type,
                 user_metadata=new.user_metadata,
                 expires_at=expires_at,
                 now=now,
                 overwrite=overwrite,
+                encrypted=new.encrypted,
             )
             if replaced is not None:
                 self._replaced.append(replaced)
@@ -167,6 +186,11 @@ class Checkpoints:
         record = await self.find(project_id, path, field="checkpoint_id")
         expires_at = None if ttl_seconds is None else self._clock() + timedelta(seconds=ttl_seconds)
         await self._store.write(lambda db: checkpoints.set_checkpoint_expiry(db, record.checkpoint_id, expires_at))
+
+    async def set_public(self, project_id: str, path: CheckpointPath, public: bool) -> None:
+        """Let every project read a checkpoint of this one by its path, or end that. Raises `NotFound`."""
+        record = await self.find(project_id, path, field="checkpoint_id")
+        await self._store.write(lambda db: checkpoints.set_checkpoint_public(db, record.checkpoint_id, public))
 
     async def page(
         self, project_id: str, model_id: str | None, limit: int | None, offset: int

@@ -1,26 +1,41 @@
-"""Exported files: which there are, where to fetch them, and letting the bearer of a signed address have one.
+"""Files that leave the server: which there are, where to fetch them, and who bears a signed address may have one.
 
-Responsible for the way from an `external_weights` path to addresses and back to files. Not responsible for signatures
-(`signed_urls.py`) or for writing the export (engines).
+Responsible for the way from a checkpoint to addresses and back to files. Not responsible for signatures
+(`signed_urls.py`), for writing the export (engines) or for the form of archives (`archives.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from app.services.age_encryption import SUFFIX
 from app.services.checkpoints import Checkpoints
 from app.services.paths import CheckpointPath
 from app.services.signed_urls import SignedUrls
 from schemas.errors import InvalidRequest, NotFound
+from store.records import CheckpointRecord
 
 EXPORTED_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What a PEFT adapter is made of. Other files of a checkpoint folder are the server's own."""
 
+ARCHIVE = "archive.tar"
+"""The name under which all files of one checkpoint are fetched at once. No file has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """What a signed address leads to: one file, or the files of an archive by their names in it."""
+
+    files: Mapping[str, Path]
+    is_archive: bool
+    written: datetime
+
 
 class Exports:
-    """Hands out exported adapters, file by file. `folder_path` gives the place of a folder name on disk."""
+    """Hands out adapters, file by file or as an archive. `folder_path` gives the place of a folder name on disk."""
 
     def __init__(self, checkpoints: Checkpoints, signed: SignedUrls, folder_path: Callable[[str], Path]) -> None:
         self._checkpoints = checkpoints
@@ -42,12 +57,25 @@ class Exports:
                 hint="make one with save_weights_external; its id is external_weights/{name}",
             )
         expires = self._signed.expiry()
-        return {name: self._signed.sign(record.checkpoint_id, name, expires) for name in EXPORTED_FILES}, expires
+        return {name: self._signed.sign(record.checkpoint_id, name, expires) for name in files_of(record)}, expires
 
-    async def file(self, checkpoint_id: str, name: str, expires: int, signature: str) -> Path:
-        """The file behind a signed address. Raises `NotFound` for any other address, and once the export is deleted."""
+    async def archive_address(self, project_id: str, path: CheckpointPath) -> tuple[str, datetime]:
+        """The address of a tar of the adapter's files, for checkpoints of every kind. Raises `NotFound`."""
+        record = await self._checkpoints.find(project_id, path, field="checkpoint_id")
+        expires = self._signed.expiry()
+        return self._signed.sign(record.checkpoint_id, ARCHIVE, expires), expires
+
+    async def download(self, checkpoint_id: str, name: str, expires: int, signature: str) -> Download:
+        """What is behind a signed address. Raises `NotFound` for any other address, and once the files are deleted."""
         self._signed.check(checkpoint_id, name, expires, signature)
-        folder = await self._checkpoints.folder_of(checkpoint_id)
-        if folder is None or name not in EXPORTED_FILES:
-            raise NotFound("this export was deleted")
-        return self._folder_path(folder) / name
+        record = await self._checkpoints.by_id(checkpoint_id)
+        if record is None or name not in (*files_of(record), ARCHIVE):
+            raise NotFound("these files were deleted")
+        names = files_of(record) if name == ARCHIVE else (name,)
+        folder = self._folder_path(record.folder)
+        return Download({each: folder / each for each in names}, name == ARCHIVE, record.created_at)
+
+
+def files_of(record: CheckpointRecord) -> Sequence[str]:
+    """The files of a checkpoint that may leave the server. An encrypted one has no plain files."""
+    return tuple(f"{name}{SUFFIX}" for name in EXPORTED_FILES) if record.encrypted else EXPORTED_FILES

@@ -29,6 +29,7 @@ from app.services.operations import Finished, Operations, Submission
 from app.services.paths import sampler_id_of
 from app.services.runs import require_active, sampler_scope
 from app.services.training import request_digest
+from app.services.usage import sample_tokens
 from schemas.errors import InvalidRequest, NotFound, TinsmithError
 from schemas.operations import OperationResult, Sample
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
@@ -98,7 +99,7 @@ class Sampling:
     async def _weights(self, project_id: str, request: CreateSamplingSessionRequest) -> tuple[str | None, str]:
         if request.model_path is None:
             return None, request.base_model or ""
-        checkpoint = await self._checkpoints.resolve(project_id, request.model_path, field="model_path")
+        checkpoint = await self._checkpoints.readable((project_id,), request.model_path, field="model_path")
         refuse_export(checkpoint, field="model_path")
         wanted = request.base_model
         if wanted is not None and not self._models.same_source(wanted, checkpoint.base_model):
@@ -121,7 +122,7 @@ class Sampling:
         sampler = await self._sampler(project_id, request.sampling_session_id, field="sampling_session_id")
         runtime = self._models.runtime(sampler.base_model)
         folder = await self._store.read(lambda db: self._folder(db, sampler))
-        parsed, body = await asyncio.to_thread(_decode, request, folder, limits)
+        parsed, body, fingerprint = await asyncio.to_thread(_decode, request, folder, limits)
         check_sample(parsed.operation, runtime.info)
 
         async def guard(db: AsyncSession) -> None:
@@ -133,7 +134,7 @@ class Sampling:
                 kind=KIND,
                 scope=sampler_scope(sampler.sampler_id),
                 seq_id=request.seq_id,
-                digest=request_digest(request),
+                digest=fingerprint,
                 body=body,
                 runtime=runtime,
                 model_id=None,
@@ -184,19 +185,25 @@ class Sampling:
         """The folder name of a sampler's weights; None for the base model."""
         if sampler.checkpoint_id is None:
             return None
-        checkpoint = await checkpoints.get_checkpoint(db, sampler.project_id, sampler.checkpoint_id)
-        if checkpoint is None or (checkpoint.expires_at is not None and checkpoint.expires_at <= self._clock()):
+        checkpoint = await checkpoints.get_readable(db, sampler.project_id, sampler.checkpoint_id)
+        if checkpoint is None or self._checkpoints.expired(checkpoint):
             raise NotFound(
-                f"the weights of sampling session {sampler.sampler_id!r} were deleted or have expired",
+                f"the weights of sampling session {sampler.sampler_id!r} were deleted, replaced or made private, "
+                "or have expired",
                 field="sampling_session_id",
                 code="weights_deleted",
             )
         return checkpoint.folder
 
 
-def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> tuple[ParsedSample, bytes]:
+def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> tuple[ParsedSample, bytes, str]:
+    """The operation, its stored form and what a repeat is recognised by: slow for a long prompt, so for a thread."""
     parsed = sample_operation(request, adapter_folder=folder, limits=limits)
-    return parsed, encode_operation(KIND, parsed.operation, {"sparse_targets": parsed.sparse_targets})
+    return (
+        parsed,
+        encode_operation(KIND, parsed.operation, {"sparse_targets": parsed.sparse_targets}),
+        request_digest(request),
+    )
 
 
 def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult], Finished]:
@@ -204,7 +211,7 @@ def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult],
 
     def finish(outcome: OperationResult) -> Finished:
         data, content_type = encode_result(KIND, outcome, sparse_targets=targets)
-        return Finished(data, content_type)
+        return Finished(data, content_type, tokens=sample_tokens(len(sample.prompt), outcome))
 
     return finish
 

@@ -7,20 +7,24 @@ checkpoint rows (`checkpoints.py`), for the log (`operations.py`) or for what is
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import encode_operation
+from app.services.access import readers
+from app.services.age_encryption import encrypt_folder, parse_recipients
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, NewCheckpoint, refuse_export
+from app.services.exports import EXPORTED_FILES
 from app.services.operations import Finished, Operations, Submission
 from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
-from app.services.runs import Runs, model_scope, require_active
+from app.services.runs import Runs, model_scope, optimizer_of, optimizer_type, require_active
 from app.services.training import creation_scope, json_result, request_digest
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.http.base import RequestModel
-from schemas.operations import LoadWeights, OperationResult, SavedAdapter, SaveWeights
+from schemas.operations import LoadWeights, OperationResult, OptimizerType, SavedAdapter, SaveWeights
 from schemas.requests import (
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
@@ -36,7 +40,6 @@ from schemas.responses import (
 from store import runs as run_rows
 from store import samplers
 from store.database import Store
-from store.keys import authenticate
 from store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord
 
 
@@ -117,13 +120,23 @@ class Weights:
         )
 
     async def save_external(self, project_id: str, request: SaveWeightsExternalRequest) -> OperationRecord:
-        """Accept an export of the adapter for other programs. Raises: as `save`."""
+        """Accept an export of the adapter for other programs, encrypted if there are recipients.
+
+        The worker writes plain files; they are encrypted and removed before the folder becomes a checkpoint, so no
+        address ever led to them.
+
+        Raises: as `save`, and `InvalidRequest` for a recipient that is none.
+        """
         run = await self._runs.owned(project_id, request.model_id)
-        new = self._new(run, "external", request.path, request)
+        recipients = parse_recipients(request.age_encryption_recipients or ())
+        new = replace(self._new(run, "external", request.path, request), encrypted=bool(recipients))
         path = CheckpointPath(run.model_id, "external", request.path)
 
         def finish(outcome: OperationResult) -> Finished:
             saved = _saved(outcome)
+            if recipients:
+                folder = self._checkpoints.folder_path(new.folder)
+                saved = replace(saved, size_bytes=encrypt_folder(folder, EXPORTED_FILES, recipients))
             rows = self._checkpoints.record_rows(new, saved, with_optimizer=False)
             result = SaveWeightsExternalResult(path=str(path), size_bytes=saved.size_bytes)
             return json_result("save_weights_external", result, rows)
@@ -146,6 +159,7 @@ class Weights:
             kind=kind,
             name=name,
             base_model=run.base_model,
+            optimizer_type=optimizer_of(run),
             user_metadata=getattr(request, "user_metadata", None) or {},
             ttl_seconds=request.ttl_seconds,
             overwrite=getattr(request, "overwrite", False),
@@ -201,6 +215,13 @@ class Weights:
                 f"path: the checkpoint is of base model {checkpoint.base_model!r}, the model of {run.base_model!r}",
                 field="path",
             )
+        if request.optimizer and checkpoint.optimizer_type != optimizer_of(run):
+            raise InvalidRequest(
+                f"optimizer: the checkpoint has the state of {checkpoint.optimizer_type}, the model is trained by "
+                f"{optimizer_of(run)}",
+                field="optimizer",
+                hint="load it with optimizer=false",
+            )
         return await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -226,6 +247,7 @@ class Weights:
                 f"base_model {base_model!r} is not that of the checkpoint, {checkpoint.base_model!r}",
                 field="base_model",
             )
+        optimizer = _new_optimizer(request, checkpoint)
         runtime = self._models.runtime(base_model)
         model_id = model_id_of(session_id, model_seq_id)
 
@@ -240,7 +262,7 @@ class Weights:
                 base_model=base_model,
                 lora=checkpoint.lora,
                 user_metadata=request.user_metadata or {},
-                optimizer_type="adamw",
+                optimizer_type=optimizer,
                 now=self._clock(),
             )
 
@@ -263,7 +285,9 @@ class Weights:
                 scope=creation_scope(session_id),
                 seq_id=model_seq_id,
                 digest=request_digest(request),
-                body=encode_operation("load_weights", LoadWeights(checkpoint.folder, request.optimizer, create=True)),
+                body=encode_operation(
+                    "load_weights", LoadWeights(checkpoint.folder, request.optimizer, True, optimizer)
+                ),
                 runtime=runtime,
                 model_id=model_id,
                 creates=True,
@@ -276,14 +300,9 @@ class Weights:
 
     async def _loadable(self, project_id: str, request: LoadWeightsRequest) -> CheckpointRecord:
         """The checkpoint to load. Raises `InvalidRequest` if the optimizer is asked of one that cannot have any."""
-        owner = project_id
-        if request.weights_access_token is not None:
-            token = request.weights_access_token
-            key = await self._store.read(lambda db: authenticate(db, token))
-            if key is None:
-                raise InvalidRequest("weights_access_token is not a valid API key", field="weights_access_token")
-            owner = key.project_id
-        checkpoint = await self._checkpoints.resolve(owner, request.path, field="path")
+        token = request.weights_access_token
+        allowed = await readers(self._store, project_id, token, field="weights_access_token")
+        checkpoint = await self._checkpoints.readable(allowed, request.path, field="path")
         refuse_export(checkpoint, field="path")
         if request.optimizer and not checkpoint.has_optimizer:
             raise InvalidRequest(
@@ -293,6 +312,21 @@ class Weights:
                 code="no_optimizer_state",
             )
         return checkpoint
+
+
+def _new_optimizer(request: LoadWeightsRequest, checkpoint: CheckpointRecord) -> OptimizerType:
+    """That of a model made from a checkpoint: its own with its state, else the one asked for, else AdamW."""
+    asked = request.optimizer_config
+    if not request.optimizer:
+        return "adamw" if asked is None else asked.type
+    kept = optimizer_type(checkpoint.optimizer_type)
+    if asked is not None and asked.type != kept:
+        raise InvalidRequest(
+            f"optimizer_config.type is {asked.type!r}, but the checkpoint has the state of {kept!r}",
+            field="optimizer_config",
+            hint="leave optimizer_config out, or load with optimizer=false to begin with another optimizer",
+        )
+    return kept
 
 
 def _saved(outcome: OperationResult) -> SavedAdapter:

@@ -85,8 +85,11 @@ class SaveWeightsExternalRequest(RequestModel):
     seq_id: SeqId | None = Field(None, description=SEQ_ID_TEXT)
     path: Name = Field(description="Name of the export.")
     ttl_seconds: TtlSeconds | None = Field(None, description=_TTL_TEXT)
-    age_encryption_recipients: list[str] | None = Field(
-        None, max_length=0, description="Encrypted exports are not available: leave it out, or send an empty list."
+    age_encryption_recipients: list[Annotated[str, StringConstraints(max_length=16_384)]] | None = Field(
+        None,
+        max_length=10,
+        description="Who can decrypt: age X25519 recipients (age1...) or SSH public keys (ssh-ed25519, ssh-rsa). Every "
+        "file is then exported as `{name}.age` only. None or an empty list: the files are plain.",
     )
     type: Literal["save_weights_external"] = "save_weights_external"
 

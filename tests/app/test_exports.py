@@ -84,12 +84,3 @@ async def test_only_exports_have_addresses_and_exports_are_not_loaded_back(api: 
     assert (load.status_code, load.json()["error"]["field"]) == (400, "path")
     info = await api.post("weights_info", tinker_path=path)
     assert info.json()["lora_rank"] == 4
-
-
-async def test_encryption_is_refused_by_name_and_the_next_request_goes_on(api: Api) -> None:
-    model_id = await api.model()
-    refused = await api.post(
-        "save_weights_external", model_id=model_id, seq_id=1, path="x", age_encryption_recipients=["age1abc"]
-    )
-    assert (refused.status_code, refused.json()["error"]["field"]) == (400, "age_encryption_recipients")
-    await api.do("save_weights_external", model_id=model_id, seq_id=2, path="x")
