@@ -14,8 +14,9 @@ from pathlib import Path
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
-    OptimStepParams,
+    OptimizerType,
     SavedAdapter,
+    StepParams,
     StepResult,
     TrainBatch,
     TrainResult,
@@ -40,7 +41,7 @@ class BaseEngine(ABC):
 
     # -- adapters ------------------------------------------------------------------------------------------------
     @abstractmethod
-    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+    def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         """Make a fresh adapter from its geometry and seed; returns its number of trainable parameters."""
 
     @abstractmethod
@@ -52,11 +53,20 @@ class BaseEngine(ABC):
         """Write a complete PEFT-format folder at `folder` (write, fsync, rename: it is there whole or not at all)."""
 
     @abstractmethod
-    def load_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool, create: bool) -> SavedAdapter:
+    def load_adapter(
+        self,
+        adapter_id: str,
+        folder: Path,
+        *,
+        with_optimizer: bool,
+        create: bool,
+        optimizer: OptimizerType | None = None,
+    ) -> SavedAdapter:
         """Load a folder written by `save_adapter`, as a new adapter or into the live one (which must fit it).
 
         Without the optimizer, a new adapter has fresh moments; a live one also gets fresh moments. The accumulated
-        gradient is cleared in both cases, for it belongs to the weights that were replaced.
+        gradient is cleared in both cases, for it belongs to the weights that were replaced. `optimizer` chooses that
+        of a new adapter (None: the saved one's with its state, else AdamW); saved state fits only the type it is of.
         """
 
     # -- the split primitives -----------------------------------------------------------------------------------
@@ -103,11 +113,12 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optimizer_step(
-        self, adapter_id: str, params: OptimStepParams | None = None, *, grad_clip_norm: float = 0.0
+        self, adapter_id: str, params: StepParams | None = None, *, grad_clip_norm: float = 0.0
     ) -> StepResult:
-        """Apply the accumulated gradient (an open stage included) with AdamW and clear it.
+        """Apply the accumulated gradient (an open stage included) with the adapter's optimizer and clear it.
 
-        Raises `NonFiniteGradient`: weights and moments stay, the gradient is cleared.
+        `params` must be of the optimizer's type (None: the optimizer's own values). Raises `NonFiniteGradient`:
+        weights and moments stay, the gradient is cleared.
         """
 
     @abstractmethod

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engines.lora import LORA_ALPHA, AdapterWeights
 from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest
-from schemas.operations import LoraSpec
+from schemas.operations import LoraSpec, OptimizerType
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "adapter_config.json"
@@ -35,13 +35,17 @@ MANIFEST_FILE = "tinsmith.json"
 _PREFIX = "base_model.model."
 
 
-@dataclass(frozen=True, slots=True)
-class AdamState:
-    """AdamW's memory: `exp_avg` and `exp_avg_sq` float32, one per tensor in the order of `AdapterWeights.tensors`."""
+SLOTS: Mapping[OptimizerType, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "dimuon": ("momentum",)}
+"""What each optimizer remembers of a tensor."""
 
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """An optimizer's memory: per slot of its type one float32 tensor for each of `AdapterWeights.tensors`, in order."""
+
+    type: OptimizerType
     step: int
-    exp_avg: Sequence[Tensor]
-    exp_avg_sq: Sequence[Tensor]
+    slots: Mapping[str, Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class SavedState:
 
     spec: LoraSpec
     weights: AdapterWeights
-    optimizer: AdamState | None
+    optimizer: OptimizerState | None
     size_bytes: int
 
     def ordered(self, modules: Sequence[str]) -> SavedState:
@@ -60,9 +64,8 @@ class SavedState:
         optimizer = self.optimizer
         if optimizer is not None:
             places = [2 * index[module] + side for module in modules for side in (0, 1)]
-            means = [optimizer.exp_avg[place] for place in places]
-            squares = [optimizer.exp_avg_sq[place] for place in places]
-            optimizer = AdamState(optimizer.step, means, squares)
+            slots = {slot: [tensors[place] for place in places] for slot, tensors in optimizer.slots.items()}
+            optimizer = replace(optimizer, slots=slots)
         return replace(self, weights=AdapterWeights(pairs, self.weights.scaling), optimizer=optimizer)
 
 
@@ -73,7 +76,7 @@ def write_adapter(
     weights: AdapterWeights,
     base_model: str,
     all_linears: Iterable[str],
-    optimizer: AdamState | None = None,
+    optimizer: OptimizerState | None = None,
 ) -> int:
     """Write a complete adapter folder and return its size in bytes.
 
@@ -103,7 +106,7 @@ def write_adapter(
         manifest = {
             "format_version": FORMAT_VERSION,
             "lora": asdict(spec),
-            "optimizer": None if optimizer is None else "adamw",
+            "optimizer": None if optimizer is None else optimizer.type,
             "sha256": {name: _sha256(temporary / name) for name in (CONFIG_FILE, *files)},
         }
         _write_json(temporary / MANIFEST_FILE, manifest)
@@ -147,7 +150,9 @@ def read_adapter(folder: Path, *, with_optimizer: bool = False) -> SavedState:
     if config.get("r") != spec.rank or config.get("lora_alpha") != LORA_ALPHA:
         raise InvalidRequest(f"the checkpoint is damaged: {CONFIG_FILE} does not match its geometry")
     weights = _pairs(_read_tensors(folder, WEIGHTS_FILE), spec.rank)
-    optimizer = _adam_state(_read_tensors(folder, OPTIMIZER_FILE), weights) if with_optimizer else None
+    optimizer = None
+    if with_optimizer:
+        optimizer = _optimizer_state(manifest["optimizer"], _read_tensors(folder, OPTIMIZER_FILE), weights)
     return SavedState(spec, weights, optimizer, _size(folder))
 
 
@@ -216,23 +221,30 @@ def _pairs(tensors: Mapping[str, Tensor], rank: int) -> AdapterWeights:
     return AdapterWeights(pairs, LORA_ALPHA / rank)
 
 
-def _optimizer_tensors(keys: Sequence[str], state: AdamState) -> dict[str, Tensor]:
+def _optimizer_tensors(keys: Sequence[str], state: OptimizerState) -> dict[str, Tensor]:
     named = {"step": torch.tensor(state.step, dtype=torch.int64)}
-    for key, mean, square in zip(keys, state.exp_avg, state.exp_avg_sq, strict=True):
-        named[f"exp_avg.{key}"] = mean
-        named[f"exp_avg_sq.{key}"] = square
+    for slot, tensors in state.slots.items():
+        named |= {f"{slot}.{key}": tensor for key, tensor in zip(keys, tensors, strict=True)}
     return named
 
 
-def _adam_state(tensors: Mapping[str, Tensor], weights: AdapterWeights) -> AdamState:
+def _optimizer_state(kind: object, tensors: Mapping[str, Tensor], weights: AdapterWeights) -> OptimizerState:
+    known = next((name for name in SLOTS if name == kind), None)
+    if known is None:
+        raise InvalidRequest(
+            f"the checkpoint has the state of optimizer {kind!r}; this server knows {', '.join(SLOTS)}",
+            field="optimizer",
+        )
     shapes = {key: tensor.shape for key, tensor in _named(weights).items()}
-    expected = {"step", *(f"{moment}.{key}" for key in shapes for moment in ("exp_avg", "exp_avg_sq"))}
+    expected = {"step", *(f"{slot}.{key}" for key in shapes for slot in SLOTS[known])}
     if set(tensors) != expected or tensors["step"].numel() != 1 or int(tensors["step"]) < 0:
         raise InvalidRequest(f"the checkpoint is damaged: {OPTIMIZER_FILE} does not fit the adapter")
-    if any(tensors[f"{m}.{key}"].shape != shape for key, shape in shapes.items() for m in ("exp_avg", "exp_avg_sq")):
+    slots = {slot: [tensors[f"{slot}.{key}"] for key in shapes] for slot in SLOTS[known]}
+    if any(
+        tensor.shape != shape for kept in slots.values() for tensor, shape in zip(kept, shapes.values(), strict=True)
+    ):
         raise InvalidRequest(f"the checkpoint is damaged: {OPTIMIZER_FILE} has other shapes than the adapter")
-    means, squares = ([tensors[f"{m}.{key}"] for key in shapes] for m in ("exp_avg", "exp_avg_sq"))
-    return AdamState(int(tensors["step"]), means, squares)
+    return OptimizerState(known, int(tensors["step"]), slots)
 
 
 def _read_tensors(folder: Path, name: str) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from schemas.http.tensors import EncodedTextChunk, ModelInput, TensorData
 from schemas.http.training import (
     AdamParams,
     Datum,
+    DimuonParams,
     ForwardBackwardInput,
     ForwardBackwardRequest,
     OptimizerParams,
@@ -33,6 +34,7 @@ __all__ = [
     "CreateSamplingSessionRequest",
     "CreateSessionRequest",
     "Datum",
+    "DimuonParams",
     "EncodedTextChunk",
     "FinishReason",
     "FinishSessionRequest",

@@ -16,10 +16,11 @@ from schemas.errors import NotFound, TinsmithError
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
-    OptimStepParams,
+    OptimizerType,
     Sample,
     SampleResult,
     SavedAdapter,
+    StepParams,
     StepResult,
     TrainBatch,
     TrainResult,
@@ -51,9 +52,9 @@ class ActorRolloutRefWorker:
 
     # -- actor ---------------------------------------------------------------------------------------------------
     @register(Dispatch.ONE_TO_ALL)
-    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+    def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         """See `TrainingWorker.create_adapter`."""
-        return self.actor.create_adapter(adapter_id, lora)
+        return self.actor.create_adapter(adapter_id, lora, optimizer)
 
     @register(Dispatch.ONE_TO_ALL)
     def remove_adapter(self, adapter_id: str) -> None:
@@ -66,9 +67,16 @@ class ActorRolloutRefWorker:
         return self.actor.save_checkpoint(adapter_id, folder, with_optimizer)
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool, create: bool) -> SavedAdapter:
+    def load_checkpoint(
+        self,
+        adapter_id: str,
+        folder: str,
+        with_optimizer: bool,
+        create: bool,
+        optimizer: OptimizerType | None = None,
+    ) -> SavedAdapter:
         """See `TrainingWorker.load_checkpoint`."""
-        return self.actor.load_checkpoint(adapter_id, folder, with_optimizer, create)
+        return self.actor.load_checkpoint(adapter_id, folder, with_optimizer, create, optimizer)
 
     @register(Dispatch.ONE_TO_ALL)
     def infer_batch(self, batch: TrainBatch) -> TrainResult:
@@ -77,7 +85,7 @@ class ActorRolloutRefWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def train_batch(
-        self, batch: TrainBatch, optim_step_params: OptimStepParams | None = None, grad_clip_norm: float = 0.0
+        self, batch: TrainBatch, optim_step_params: StepParams | None = None, grad_clip_norm: float = 0.0
     ) -> tuple[TrainResult, StepResult]:
         """See `TrainingWorker.train_batch`."""
         return self.actor.train_batch(batch, optim_step_params, grad_clip_norm)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from schemas.operations import OptimStepParams, StepResult, TrainBatch, TrainResult
+from schemas.operations import StepParams, StepResult, TrainBatch, TrainResult
 from workers.actor_rollout_ref import ActorRolloutRefWorker
 from workers.dispatch import Dispatch, register
 from workers.training import TrainingWorker
@@ -30,7 +30,7 @@ class TinkerTrainingWorker(TrainingWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def optimizer_step(
-        self, adapter_id: str, optim_step_params: OptimStepParams | None = None, grad_clip_norm: float = 0.0
+        self, adapter_id: str, optim_step_params: StepParams | None = None, grad_clip_norm: float = 0.0
     ) -> StepResult:
         """Apply and clear the accumulated gradient.
 
@@ -58,7 +58,7 @@ class TinkerActorRolloutRefWorker(ActorRolloutRefWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def optimizer_step(
-        self, adapter_id: str, optim_step_params: OptimStepParams | None = None, grad_clip_norm: float = 0.0
+        self, adapter_id: str, optim_step_params: StepParams | None = None, grad_clip_norm: float = 0.0
     ) -> StepResult:
         """See `TinkerTrainingWorker.optimizer_step`."""
         return self.actor.optimizer_step(adapter_id, optim_step_params, grad_clip_norm)

@@ -11,8 +11,9 @@ from pathlib import Path
 from engines.base import BaseEngine
 from schemas.operations import (
     LoraSpec,
-    OptimStepParams,
+    OptimizerType,
     SavedAdapter,
+    StepParams,
     StepResult,
     TrainBatch,
     TrainResult,
@@ -31,9 +32,9 @@ class TrainingWorker:
         self.engine = engine
 
     @register(Dispatch.ONE_TO_ALL)
-    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+    def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         """Make a fresh adapter; returns its number of trainable parameters."""
-        return self.engine.create_adapter(adapter_id, lora)
+        return self.engine.create_adapter(adapter_id, lora, optimizer)
 
     @register(Dispatch.ONE_TO_ALL)
     def remove_adapter(self, adapter_id: str) -> None:
@@ -46,9 +47,18 @@ class TrainingWorker:
         return self.engine.save_adapter(adapter_id, Path(folder), with_optimizer=with_optimizer)
 
     @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool, create: bool) -> SavedAdapter:
-        """Load a folder into a new adapter (`create`) or into the live one."""
-        return self.engine.load_adapter(adapter_id, Path(folder), with_optimizer=with_optimizer, create=create)
+    def load_checkpoint(
+        self,
+        adapter_id: str,
+        folder: str,
+        with_optimizer: bool,
+        create: bool,
+        optimizer: OptimizerType | None = None,
+    ) -> SavedAdapter:
+        """Load a folder into a new adapter (`create`, with this optimizer) or into the live one."""
+        return self.engine.load_adapter(
+            adapter_id, Path(folder), with_optimizer=with_optimizer, create=create, optimizer=optimizer
+        )
 
     @register(Dispatch.ONE_TO_ALL)
     def infer_batch(self, batch: TrainBatch) -> TrainResult:
@@ -58,7 +68,7 @@ class TrainingWorker:
 
     @register(Dispatch.ONE_TO_ALL)
     def train_batch(
-        self, batch: TrainBatch, optim_step_params: OptimStepParams | None = None, grad_clip_norm: float = 0.0
+        self, batch: TrainBatch, optim_step_params: StepParams | None = None, grad_clip_norm: float = 0.0
     ) -> tuple[TrainResult, StepResult]:
         """The atomic step: zero, forward, backward, step, in one `train_mode`; gradients are clear afterwards.
 

@@ -184,10 +184,12 @@ class TrainingLane:
                 code="adapter_limit",
             )
         if isinstance(operation, CreateModel):
-            await self._call("create_adapter", model_id, operation.lora)
+            await self._call("create_adapter", model_id, operation.lora, operation.optimizer)
             result: OperationResult = None
         else:
-            result = await self._call("load_checkpoint", model_id, operation.folder, operation.with_optimizer, True)
+            result = await self._call(
+                "load_checkpoint", model_id, operation.folder, operation.with_optimizer, True, operation.optimizer
+            )
         self._adapters.add(model_id)
         model.live = True
         return result

@@ -14,8 +14,9 @@ from schemas.errors import InvalidRequest
 from schemas.http.models import LoraConfig
 from schemas.http.sampling import SampleRequest
 from schemas.http.tensors import TensorData
-from schemas.http.training import OptimStepRequest
+from schemas.http.training import DimuonParams, OptimStepRequest
 from schemas.operations import (
+    DimuonStepParams,
     Int64,
     LoraSpec,
     OptimStep,
@@ -39,6 +40,15 @@ class ParsedSample:
 
 def optim_step_operation(request: OptimStepRequest) -> OptimStep:
     """All hyperparameters are set: a step never depends on an earlier one's."""
+    dimuon = request.optimizer_params
+    if isinstance(dimuon, DimuonParams):
+        given = DimuonStepParams(
+            lr=dimuon.learning_rate,
+            beta1=dimuon.beta1,
+            damping=dimuon.damping,
+            rank_lr_correction_exponent=dimuon.rank_lr_correction_exponent,
+        )
+        return OptimStep(given, max(dimuon.grad_clip_norm, 0.0))
     params = OptimStepParams(
         lr=request.learning_rate,
         betas=(request.beta1, request.beta2),

@@ -19,6 +19,7 @@ from schemas.http.base import JSON, RequestModel
 from schemas.operations import (
     CreateModel,
     Datum,
+    DimuonStepParams,
     LoadWeights,
     LoraSpec,
     Operation,
@@ -106,13 +107,15 @@ def _read_sample(fields: Fields) -> Sample:
 
 def _read_optim_step(fields: Fields) -> OptimStep:
     params = fields["params"]
+    if "beta1" in params:
+        return OptimStep(DimuonStepParams(**params), fields["grad_clip_norm"])
     betas = params.pop("betas")
     given = OptimStepParams(**params, betas=None if betas is None else (betas[0], betas[1]))
     return OptimStep(given, fields["grad_clip_norm"])
 
 
 _READERS: Mapping[str, Callable[[Fields], Operation]] = {
-    "CreateModel": lambda fields: CreateModel(LoraSpec(**fields["lora"])),
+    "CreateModel": lambda fields: CreateModel(LoraSpec(**fields["lora"]), fields["optimizer"]),
     "LoadWeights": lambda fields: LoadWeights(**fields),
     "OptimStep": _read_optim_step,
     "ZeroGrad": lambda fields: ZeroGrad(),

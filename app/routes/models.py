@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import read_model
+from app.services.runs import optimizer_of
 from schemas.requests import CreateModelRequest, GetInfoRequest
-from schemas.responses import GetInfoResponse, ModelData, UntypedPromise
+from schemas.responses import GetInfoResponse, ModelData, OptimizerConfigResult, UntypedPromise
 
 router = APIRouter(tags=["training"])
 
@@ -43,4 +44,5 @@ async def get_info(
         ),
         lora_rank=None if run.lora is None else run.lora.rank,
         model_name=run.base_model,
+        optimizer_config=OptimizerConfigResult.of(optimizer_of(run)),
     )

@@ -162,10 +162,10 @@ class Checkpoints:
         """Remove a folder that no record names (a failed save); absent folders are fine."""
         await self._artifacts.delete(folder)
 
-    async def delete(self, project_id: str, path: CheckpointPath) -> None:
-        """Delete a checkpoint of this project. Raises `NotFound`."""
+    async def delete(self, project_id: str, path: CheckpointPath, *, by: str) -> None:
+        """Delete a checkpoint of this project. `by` is the id of the key that asked. Raises `NotFound`."""
         record = await self.find(project_id, path, field="checkpoint_id")
-        await self._remove(record.checkpoint_id)
+        await self._remove(record.checkpoint_id, "deleted", by)
 
     async def _remove_replaced(self) -> None:
         """Remove the folders of overwritten checkpoints, but none that a row names: its transaction may have failed."""
@@ -175,22 +175,29 @@ class Checkpoints:
             if folder not in named:
                 await self.remove_folder(folder)
 
-    async def _remove(self, checkpoint_id: str) -> None:
+    async def _remove(self, checkpoint_id: str, reason: str, by: str | None) -> None:
         """Forget a checkpoint first, then remove its files: a row always means usable files."""
-        folder = await self._store.write(lambda db: checkpoints.delete_checkpoint(db, checkpoint_id))
+        now = self._clock()
+        folder = await self._store.write(
+            lambda db: checkpoints.delete_checkpoint(db, checkpoint_id, reason=reason, by=by, now=now)
+        )
         if folder is not None:
             await self.remove_folder(folder)
 
-    async def set_expiry(self, project_id: str, path: CheckpointPath, ttl_seconds: int | None) -> None:
-        """Let a checkpoint of this project expire `ttl_seconds` from now, or never. Raises `NotFound`."""
-        record = await self.find(project_id, path, field="checkpoint_id")
-        expires_at = None if ttl_seconds is None else self._clock() + timedelta(seconds=ttl_seconds)
-        await self._store.write(lambda db: checkpoints.set_checkpoint_expiry(db, record.checkpoint_id, expires_at))
+    async def set_expiry(self, project_id: str, path: CheckpointPath, ttl_seconds: int | None, *, by: str) -> None:
+        """Let a checkpoint of this project expire `ttl_seconds` from now, or never. Raises as `delete`."""
+        record, now = await self.find(project_id, path, field="checkpoint_id"), self._clock()
+        expires_at = None if ttl_seconds is None else now + timedelta(seconds=ttl_seconds)
+        await self._store.write(
+            lambda db: checkpoints.set_checkpoint_expiry(db, record.checkpoint_id, expires_at, by=by, now=now)
+        )
 
-    async def set_public(self, project_id: str, path: CheckpointPath, public: bool) -> None:
-        """Let every project read a checkpoint of this one by its path, or end that. Raises `NotFound`."""
-        record = await self.find(project_id, path, field="checkpoint_id")
-        await self._store.write(lambda db: checkpoints.set_checkpoint_public(db, record.checkpoint_id, public))
+    async def set_public(self, project_id: str, path: CheckpointPath, public: bool, *, by: str) -> None:
+        """Let every project read a checkpoint of this one by its path, or end that. Raises as `delete`."""
+        record, now = await self.find(project_id, path, field="checkpoint_id"), self._clock()
+        await self._store.write(
+            lambda db: checkpoints.set_checkpoint_public(db, record.checkpoint_id, public, by=by, now=now)
+        )
 
     async def page(
         self, project_id: str, model_id: str | None, limit: int | None, offset: int
@@ -205,7 +212,7 @@ class Checkpoints:
         """Delete checkpoints past their time to live, and folders that were replaced by an overwrite."""
         expired = await self._store.read(lambda db: checkpoints.expired_checkpoints(db, self._clock()))
         for record in expired:
-            await self._remove(record.checkpoint_id)
+            await self._remove(record.checkpoint_id, "expired", None)
         await self._remove_replaced()
         if expired:
             logger.info("%d checkpoints were past their time to live and are deleted", len(expired))

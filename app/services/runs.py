@@ -15,6 +15,7 @@ from app.services.base_models import BaseModels
 from app.services.operations import Operations, Rows
 from app.services.paths import session_of
 from schemas.errors import Gone, ModelLost, NotFound
+from schemas.operations import OptimizerType
 from store import checkpoints, runs, samplers, sessions
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord, RunRecord
@@ -161,6 +162,16 @@ def session_ended(session_id: str) -> Gone:
         hint="create a new session",
         code="session_ended",
     )
+
+
+def optimizer_type(stored: str | None) -> OptimizerType:
+    """What a row says about an optimizer."""
+    return "dimuon" if stored == "dimuon" else "adamw"
+
+
+def optimizer_of(run: RunRecord) -> OptimizerType:
+    """The optimizer that a run was created with."""
+    return optimizer_type(run.optimizer_type)
 
 
 def model_scope(model_id: str) -> str:

@@ -27,10 +27,20 @@ from app.services.base_models import BaseModels
 from app.services.limits import check_batch
 from app.services.operations import Finished, Operations, Rows, Submission
 from app.services.paths import model_id_of
-from app.services.runs import Runs, model_scope, require_active
+from app.services.runs import Runs, model_scope, optimizer_of, require_active
+from app.services.usage import batch_tokens
 from schemas.errors import InvalidRequest
 from schemas.http.base import RequestModel, ResponseModel
-from schemas.operations import CreateModel, LoraSpec, Operation, OperationResult, ZeroGrad
+from schemas.operations import (
+    CreateModel,
+    DimuonStepParams,
+    LoraSpec,
+    Operation,
+    OperationResult,
+    OptimizerType,
+    OptimStep,
+    ZeroGrad,
+)
 from schemas.requests import CreateModelRequest, OptimStepRequest, ZeroGradRequest
 from schemas.responses import CreateModelResult
 from store import runs as run_rows
@@ -110,7 +120,7 @@ class Training:
                 scope=creation_scope(session_id),
                 seq_id=request.model_seq_id,
                 digest=request_digest(request),
-                body=encode_operation("create_model", CreateModel(lora)),
+                body=encode_operation("create_model", CreateModel(lora, request.optimizer_config.type)),
                 runtime=runtime,
                 model_id=model_id,
                 creates=True,
@@ -158,6 +168,8 @@ class Training:
     async def optim_step(self, project_id: str, request: OptimStepRequest) -> OperationRecord:
         """Accept one optimizer step. Raises as `forward_backward`."""
         operation = optim_step_operation(request)
+        run = await self._runs.owned(project_id, request.model_id)
+        _check_optimizer(request, operation, optimizer_of(run))
         return await self._simple(project_id, "optim_step", request, operation)
 
     async def zero_grad(self, project_id: str, request: ZeroGradRequest) -> OperationRecord:
@@ -199,6 +211,18 @@ class Training:
             await self._store.read(lambda db: require_active(db, project_id, session_id))
 
 
+def _check_optimizer(request: OptimStepRequest, operation: OptimStep, optimizer: OptimizerType) -> None:
+    """Raise `InvalidRequest` if the hyperparameters are those of another optimizer than the model's."""
+    given: OptimizerType = "dimuon" if isinstance(operation.params, DimuonStepParams) else "adamw"
+    if given == optimizer:
+        return
+    accepted = "adam_params" if optimizer == "adamw" else 'optimizer_params {"type": "dimuon", "learning_rate": ...}'
+    raise InvalidRequest(
+        f"{request.given_in} is of {given}, but this model was created with the optimizer {optimizer}; accepted: {accepted}",
+        field=request.given_in,
+    )
+
+
 def _decode(
     body: bytes, content_type: str, limits: CodecLimits, forward: bool
 ) -> tuple[ParsedForwardBackward, bytes, str]:
@@ -233,6 +257,6 @@ def encoded_result(kind: str) -> Callable[[OperationResult], Finished]:
 
     def finish(outcome: OperationResult) -> Finished:
         data, content_type = encode_result(kind, outcome)
-        return Finished(data, content_type)
+        return Finished(data, content_type, tokens=batch_tokens(outcome))
 
     return finish

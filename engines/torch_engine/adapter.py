@@ -1,4 +1,4 @@
-"""The training state of one adapter: float32 master weights, AdamW, accumulated gradient, open stage.
+"""The training state of one adapter: float32 master weights, optimizer, accumulated gradient, open stage.
 
 Everything here is all-or-nothing: whatever raises leaves weights, moments and gradient as they were. Not responsible
 for computing gradients.
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engines.dimuon import Dimuon, rank_correction
 from engines.lora import AdapterWeights
-from engines.optim import ParamGroup, apply_overrides, iter_param_groups
-from engines.peft_format import AdamState
+from engines.optim import ParamGroup, apply_overrides, iter_param_groups, step_field
+from engines.peft_format import SLOTS, OptimizerState
 from schemas.errors import InvalidRequest, NonFiniteGradient
-from schemas.operations import LoraSpec, OptimStepParams
+from schemas.operations import DimuonStepParams, LoraSpec, OptimizerType, OptimStepParams, StepParams
 
 _GREATEST_NORM = 1e18
 """Beyond it the squares that AdamW keeps overflow float32, and the adapter would never move again."""
@@ -56,36 +57,49 @@ class AdapterState:
 
     spec: LoraSpec
     weights: AdapterWeights
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
+    optimizer_type: OptimizerType
     gradient: Gradient = field(default_factory=Gradient)
     stage: Gradient | None = None
 
     @classmethod
-    def of(cls, spec: LoraSpec, weights: AdapterWeights, moments: AdamState | None = None) -> AdapterState:
-        """Training state of these weights (used as they are, on their devices), with fresh or given moments."""
+    def of(
+        cls,
+        spec: LoraSpec,
+        weights: AdapterWeights,
+        optimizer_type: OptimizerType = "adamw",
+        memory: OptimizerState | None = None,
+    ) -> AdapterState:
+        """Training state of these weights (used as they are, on their devices), with fresh or given moments.
+
+        Raises `InvalidRequest` if the memory is of another optimizer.
+        """
+        if memory is not None and memory.type != optimizer_type:
+            raise InvalidRequest(
+                f"the checkpoint has the state of {memory.type}, the model is trained by {optimizer_type}",
+                field="optimizer",
+                hint="load it with optimizer=false",
+            )
         pairs = {name: (_leaf(down), _leaf(up)) for name, (down, up) in weights.pairs.items()}
         owned = AdapterWeights(pairs, weights.scaling)
-        # The SDK's own defaults; every step may override them.
-        optimizer = torch.optim.AdamW(
-            owned.tensors, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, foreach=True
-        )
-        if moments is not None:
-            for tensor, mean, square in zip(owned.tensors, moments.exp_avg, moments.exp_avg_sq, strict=True):
-                optimizer.state[tensor] = {
-                    "step": torch.tensor(float(moments.step), dtype=torch.float32),
-                    "exp_avg": mean.to(tensor.device).clone(),
-                    "exp_avg_sq": square.to(tensor.device).clone(),
-                }
-        return cls(spec, owned, optimizer)
+        optimizer = _optimizer(optimizer_type, owned)
+        if memory is not None:
+            for place, tensor in enumerate(owned.tensors):
+                slots = {slot: kept[place].to(tensor.device).clone() for slot, kept in memory.slots.items()}
+                optimizer.state[tensor] = {"step": torch.tensor(float(memory.step), dtype=torch.float32), **slots}
+        return cls(spec, owned, optimizer, optimizer_type)
 
-    def moments(self) -> AdamState:
-        """AdamW's memory; zeros before the first step."""
+    def memory(self) -> OptimizerState:
+        """What the optimizer remembers; zeros before the first step."""
+        slots = SLOTS[self.optimizer_type]
         states = [self.optimizer.state.get(tensor) for tensor in self.weights.tensors]
         if not all(states):
             zeros = [torch.zeros_like(tensor, requires_grad=False) for tensor in self.weights.tensors]
-            return AdamState(0, zeros, zeros)
+            return OptimizerState(self.optimizer_type, 0, dict.fromkeys(slots, zeros))
         kept = [state for state in states if state]
-        return AdamState(int(kept[0]["step"]), [s["exp_avg"] for s in kept], [s["exp_avg_sq"] for s in kept])
+        return OptimizerState(
+            self.optimizer_type, int(kept[0]["step"]), {slot: [state[slot] for state in kept] for slot in slots}
+        )
 
     def clear(self) -> None:
         """Drop the accumulated gradient, the open stage's included (the stage stays open)."""
@@ -93,31 +107,48 @@ class AdapterState:
         if self.stage is not None:
             self.stage = Gradient()
 
-    def step(self, params: OptimStepParams, grad_clip_norm: float) -> dict[str, float]:
-        """One AdamW step on the accumulated gradient (zero if there is none), then clear it.
+    def step(self, params: StepParams | None, grad_clip_norm: float) -> dict[str, float]:
+        """One optimizer step on the accumulated gradient (zero if there is none), then clear it.
 
         Returns `grad_norm` (global 2-norm before clipping), `learning_rate`, `update_norm`. Raises
         `NonFiniteGradient` (the gradient is cleared) or `InvalidRequest` (nothing is changed).
         """
+        dimuon = self.optimizer_type == "dimuon"
+        params = params or (DimuonStepParams() if dimuon else OptimStepParams())
+        where = step_field(params)
+        if isinstance(params, DimuonStepParams) != dimuon:
+            raise InvalidRequest(f"{where} does not fit: the model is trained by {self.optimizer_type}", field=where)
         if not (math.isfinite(grad_clip_norm) and grad_clip_norm >= 0):
             raise InvalidRequest(
                 f"grad_clip_norm is {grad_clip_norm}; it must be a finite number >= 0 (0 = off)",
-                field="adam_params.grad_clip_norm",
+                field=f"{where}.grad_clip_norm",
             )
         restore_settings = apply_overrides(self.optimizer, params)
         try:
-            rate = _check_representable(next(iter_param_groups(self.optimizer)))
+            rate = self._check_rate(next(iter_param_groups(self.optimizer)))
             grads, norm = self._gradient_to_apply()
             # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6 as well.
             factor = min(1.0, grad_clip_norm / (norm + 1e-6)) if grad_clip_norm > 0 else 1.0
             self._check_norm(norm, factor)
             if factor < 1.0:
                 grads = list(torch._foreach_mul(grads, factor))
-            update_norm = self._apply(grads)
+            update_norm = self._apply(grads, where)
         finally:
             restore_settings()
         self.clear()
         return {"grad_norm": norm, "learning_rate": rate, "update_norm": update_norm}
+
+    def _check_rate(self, group: ParamGroup) -> float:
+        """The learning rate; raises `InvalidRequest` if a factor of the update would not be finite in float32."""
+        if self.optimizer_type == "adamw":
+            return _check_representable(group)
+        rate = float(group["lr"])
+        if rate * rank_correction(self.spec.rank, group["rank_lr_correction_exponent"]) > _FLOAT32.max:
+            raise InvalidRequest(
+                "learning_rate is too large: the step would not be finite in float32",
+                field="optimizer_params.learning_rate",
+            )
+        return rate
 
     def _gradient_to_apply(self) -> tuple[list[Tensor], float]:
         """The accumulated gradient plus the open stage, and its norm; changes neither."""
@@ -145,7 +176,7 @@ class AdapterState:
         )
 
     @torch.no_grad()
-    def _apply(self, grads: Sequence[Tensor]) -> float:
+    def _apply(self, grads: Sequence[Tensor], where: str) -> float:
         """Run the optimizer; on any failure (memory, an update that is not finite) put everything back."""
         tensors = self.weights.tensors
         former = [tensor.detach().clone() for tensor in tensors]
@@ -161,7 +192,7 @@ class AdapterState:
             if not math.isfinite(update_norm):
                 raise InvalidRequest(
                     "the step would make the weights infinite; they are unchanged",
-                    field="adam_params.learning_rate",
+                    field=f"{where}.learning_rate",
                     hint="use a smaller learning rate",
                 )
         except BaseException:
@@ -195,6 +226,13 @@ def _check_representable(group: ParamGroup) -> float:
             field="adam_params.eps",
         )
     return rate
+
+
+def _optimizer(kind: OptimizerType, weights: AdapterWeights) -> torch.optim.Optimizer:
+    """A fresh optimizer with the SDK's own defaults; every step may override them."""
+    if kind == "dimuon":
+        return Dimuon(list(weights.pairs.values()))
+    return torch.optim.AdamW(weights.tensors, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, foreach=True)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -37,8 +37,9 @@ from schemas.operations import (
     BaseModelInfo,
     Datum,
     LoraSpec,
-    OptimStepParams,
+    OptimizerType,
     SavedAdapter,
+    StepParams,
     StepResult,
     TrainBatch,
     TrainResult,
@@ -126,12 +127,12 @@ class TorchEngine(BaseEngine):
         return self._folder
 
     # -- adapters ------------------------------------------------------------------------------------------------
-    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+    def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         """Raises `AlreadyExists`, or `InvalidRequest` if a wanted family has no linear layer."""
         if adapter_id in self._adapters:
             raise AlreadyExists("an adapter of that id exists")
         with _memory_errors("creating the adapter"):
-            state = AdapterState.of(lora, init_adapter(self.model, lora))
+            state = AdapterState.of(lora, init_adapter(self.model, lora), optimizer)
         self._adapters[adapter_id] = state
         return sum(tensor.numel() for tensor in state.weights.tensors)
 
@@ -155,11 +156,19 @@ class TorchEngine(BaseEngine):
                 weights=state.weights,
                 base_model=self._name,
                 all_linears=linear_families(self.model),
-                optimizer=state.moments() if with_optimizer else None,
+                optimizer=state.memory() if with_optimizer else None,
             )
         return SavedAdapter(size, state.spec)
 
-    def load_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool, create: bool) -> SavedAdapter:
+    def load_adapter(
+        self,
+        adapter_id: str,
+        folder: Path,
+        *,
+        with_optimizer: bool,
+        create: bool,
+        optimizer: OptimizerType | None = None,
+    ) -> SavedAdapter:
         """Verify, build the whole state, then put it in place. Raises `InvalidRequest` if the folder does not fit."""
         if self._open == adapter_id:
             raise EngineFailure("the adapter is in training; it cannot be loaded now")
@@ -175,7 +184,12 @@ class TorchEngine(BaseEngine):
                 name: (down.to(device := self.model.get_submodule(name).weight.device), up.to(device))
                 for name, (down, up) in saved.weights.pairs.items()
             }
-            state = AdapterState.of(saved.spec, AdapterWeights(pairs, saved.weights.scaling), saved.optimizer)
+            if live is not None:
+                optimizer = live.optimizer_type
+            elif optimizer is None:
+                optimizer = "adamw" if saved.optimizer is None else saved.optimizer.type
+            weights = AdapterWeights(pairs, saved.weights.scaling)
+            state = AdapterState.of(saved.spec, weights, optimizer, saved.optimizer)
         self._adapters[adapter_id] = state
         return SavedAdapter(saved.size_bytes, saved.spec)
 
@@ -217,12 +231,12 @@ class TorchEngine(BaseEngine):
         return result
 
     def optimizer_step(
-        self, adapter_id: str, params: OptimStepParams | None = None, *, grad_clip_norm: float = 0.0
+        self, adapter_id: str, params: StepParams | None = None, *, grad_clip_norm: float = 0.0
     ) -> StepResult:
         """Raises `NotFound`, `InvalidRequest` (nothing changed), `NonFiniteGradient` (gradient cleared)."""
         state = self._state(adapter_id)
         with _memory_errors("the optimizer step"):
-            return StepResult(state.step(params or OptimStepParams(), grad_clip_norm))
+            return StepResult(state.step(params, grad_clip_norm))
 
     def optimizer_zero_grad(self, adapter_id: str) -> None:
         """The open stage, if any, is cleared too. Raises `NotFound`."""

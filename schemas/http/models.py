@@ -15,6 +15,7 @@ from schemas.http.base import (
     SessionCounter,
     UserMetadata,
 )
+from schemas.operations import OptimizerType
 
 MAX_LORA_RANK = 1024
 """Beyond this an adapter outgrows the matrices it adapts; servers usually allow less."""
@@ -39,9 +40,16 @@ class LoraConfig(RequestModel):
 
 
 class OptimizerConfig(RequestModel):
-    """The optimizer of a model: AdamW is the only family of this server."""
+    """The optimizer of a model, fixed when it is created; see `docs/optimizers.md`."""
 
-    type: Literal["adamw"] = Field("adamw", description="Accepted: adamw.")
+    type: OptimizerType = Field("adamw", description="Accepted: adamw, dimuon.")
+    version: Literal[1] | None = Field(None, description="Of dimuon: 1.")
+
+    @model_validator(mode="after")
+    def _only_dimuon_has_versions(self) -> OptimizerConfig:
+        if self.version is not None and self.type != "dimuon":
+            raise ValueError(f"version belongs to dimuon; {self.type} has none")
+        return self
 
 
 class CreateModelRequest(RequestModel):
@@ -81,7 +89,13 @@ class ModelData(ResponseModel):
 class OptimizerConfigResult(ResponseModel):
     """The optimizer of a model."""
 
-    type: Literal["adamw"] = "adamw"
+    type: OptimizerType = Field("adamw", description="adamw or dimuon.")
+    version: Literal[1] | None = Field(None, description="1 for dimuon, absent for adamw.")
+
+    @classmethod
+    def of(cls, optimizer: OptimizerType) -> OptimizerConfigResult:
+        """As a client wrote it when it chose this optimizer."""
+        return cls(type=optimizer, version=1 if optimizer == "dimuon" else None)
 
 
 class GetInfoResponse(ResponseModel):

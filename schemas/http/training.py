@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from schemas.http.base import SEQ_ID_TEXT, Identifier, RequestModel, ResponseModel, SeqId
+from schemas.http.base import SEQ_ID_TEXT, Identifier, Items, RequestModel, ResponseModel, SeqId
 from schemas.http.tensors import ModelInput, TensorData, TensorDataResult
 
 MAX_STEP_SIZE = 1000.0
@@ -25,7 +25,7 @@ class Datum(RequestModel):
     )
 
 
-Data = Annotated[list[Datum], Field(min_length=1)]
+Data = Annotated[Items[Datum], Field(min_length=1)]
 LossConfig = dict[str, float]
 
 
@@ -121,10 +121,26 @@ class AdamParams(AdamFields):
     """`adam_params` of an optimizer step."""
 
 
-class OptimizerParams(AdamFields):
-    """`optimizer_params` of an optimizer step: like adam_params, with the family named."""
+class AdamOptimizerParams(AdamFields):
+    """`optimizer_params` of a model that is trained by AdamW: like adam_params, with the family named."""
 
-    type: Literal["adamw"] = Field(description="Accepted: adamw.")
+    type: Literal["adamw"] = Field(description="The optimizer of the model.")
+
+
+class DimuonParams(RequestModel):
+    """`optimizer_params` of a model that is trained by Dimuon; see `docs/optimizers.md`."""
+
+    type: Literal["dimuon"] = Field(description="The optimizer of the model.")
+    learning_rate: float = Field(ge=0, le=MAX_STEP_SIZE, description="Step size at rank 32.")
+    grad_clip_norm: float = Field(0.0, ge=-3e38, le=3e38, description="Bound of the global gradient norm; <= 0 = off.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the momentum.")
+    damping: float = Field(1e-4, gt=1e-30, le=1e30, description="Smooths the balancing of rows and columns.")
+    rank_lr_correction_exponent: float = Field(
+        0.175, ge=-10, le=10, description="The step size is learning_rate * (rank / 32) to this power."
+    )
+
+
+OptimizerParams = Annotated[AdamOptimizerParams | DimuonParams, Field(discriminator="type")]
 
 
 _ADAM_NAMES = frozenset(AdamFields.model_fields)
@@ -133,8 +149,9 @@ _ADAM_NAMES = frozenset(AdamFields.model_fields)
 class OptimStepRequest(AdamFields):
     """Body of `optim_step`: hyperparameters in `adam_params`, in `optimizer_params`, or at the top level.
 
-    After validation the top-level fields hold the resolved values, whichever form was used. Absent ones have the
-    defaults given here; nothing is remembered from an earlier step.
+    After validation the top-level fields hold the resolved values of AdamW, whichever form was used, or
+    `optimizer_params` those of Dimuon. Absent ones have the defaults given here; nothing is remembered from an earlier
+    step.
     """
 
     model_id: Identifier = Field(description="The model.")
@@ -142,6 +159,12 @@ class OptimStepRequest(AdamFields):
     adam_params: AdamParams | None = Field(None, description="The hyperparameters.")
     optimizer_params: OptimizerParams | None = Field(None, description="The same, with the family named.")
     type: Literal["optim_step"] = "optim_step"
+    _given_in: str = PrivateAttr("adam_params")
+
+    @property
+    def given_in(self) -> str:
+        """The field that held the hyperparameters (`adam_params` also if they were at the top level)."""
+        return self._given_in
 
     @model_validator(mode="after")
     def _one_form(self) -> OptimStepRequest:
@@ -153,6 +176,9 @@ class OptimStepRequest(AdamFields):
                 + (f"; found also {', '.join(top)} at the top level" if top else "")
             )
         if nested:
+            self._given_in = "adam_params" if self.optimizer_params is None else "optimizer_params"
+            if isinstance(nested[0], DimuonParams):
+                return self
             for name in _ADAM_NAMES:
                 setattr(self, name, getattr(nested[0], name))
             self.adam_params = self.optimizer_params = None

@@ -23,11 +23,12 @@ from schemas.errors import InvalidRequest, NonFiniteGradient, NotFound, Tinsmith
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
-    OptimStepParams,
+    OptimizerType,
     Sample,
     SampledSequence,
     SampleResult,
     SavedAdapter,
+    StepParams,
     StepResult,
     TrainBatch,
     TrainResult,
@@ -68,7 +69,7 @@ class ToyEngine(BaseEngine):
             raise NotFound(f"there is no adapter {adapter_id!r}")
         return self.adapters[adapter_id]
 
-    def create_adapter(self, adapter_id: str, lora: LoraSpec) -> int:
+    def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         if lora.rank < 1:
             raise InvalidRequest(f"rank {lora.rank} is not positive", field="lora_config.rank")
         self.adapters[adapter_id] = ToyAdapter(lora)
@@ -84,7 +85,15 @@ class ToyEngine(BaseEngine):
         (folder / "toy.json").write_text(text)
         return SavedAdapter(len(text), adapter.lora)
 
-    def load_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool, create: bool) -> SavedAdapter:
+    def load_adapter(
+        self,
+        adapter_id: str,
+        folder: Path,
+        *,
+        with_optimizer: bool,
+        create: bool,
+        optimizer: OptimizerType | None = None,
+    ) -> SavedAdapter:
         if not (folder / "toy.json").exists():
             raise NotFound("the checkpoint does not exist")
         content = json.loads((folder / "toy.json").read_text())
@@ -118,7 +127,7 @@ class ToyEngine(BaseEngine):
         return self.forward(batch)
 
     def optimizer_step(
-        self, adapter_id: str, params: OptimStepParams | None = None, *, grad_clip_norm: float = 0.0
+        self, adapter_id: str, params: StepParams | None = None, *, grad_clip_norm: float = 0.0
     ) -> StepResult:
         adapter = self.adapter(adapter_id)
         gradient = adapter.gradient + (adapter.stage or 0.0)
