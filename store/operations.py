@@ -8,12 +8,12 @@ itself stays, so that a late repeat is still recognised. Not responsible for run
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, cast
 
-from sqlalchemy import func, or_, select, update
+from sqlalchemy import bindparam, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
@@ -143,14 +143,18 @@ async def fail(
     return await _settle(db, request_id, "failed", now, {"error": error_to_json(error), "started_at": started_at})
 
 
-async def mark_delivered(db: AsyncSession, request_ids: Collection[str], now: datetime) -> None:
-    """Note that outcomes were handed out. Only the first time counts, so that polling does not keep a result alive."""
+async def mark_delivered(db: AsyncSession, delivered: Mapping[str, datetime]) -> None:
+    """Note when outcomes were handed out. Only the first time counts, so that polling does not keep a result alive."""
+    if not delivered:
+        return
     settled = (
-        Operation.request_id.in_(list(request_ids)),
-        Operation.state.in_(("done", "failed")),
+        Operation.request_id == bindparam("delivered_id"),
+        or_(Operation.state == "done", Operation.state == "failed"),
         Operation.delivered_at.is_(None),
     )
-    await db.execute(update(Operation).where(*settled).values(delivered_at=now))
+    change = update(Operation.__table__).where(*settled).values(delivered_at=bindparam("delivered_time"))  # type: ignore[arg-type]
+    rows = [{"delivered_id": request_id, "delivered_time": time} for request_id, time in delivered.items()]
+    await (await db.connection()).execute(change, rows)
 
 
 async def unfinished(db: AsyncSession) -> list[OperationRecord]:

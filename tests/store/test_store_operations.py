@@ -142,7 +142,7 @@ async def test_outcomes_survive_a_restart_and_are_delivered_again_and_again(data
         assert type(failed.error) is NonFiniteGradient
         assert vars(failed.error) == vars(error)
         assert [record.request_id for record in await store.read(unfinished)] == ["open"]
-        await store.write(lambda db: mark_delivered(db, ["done", "failed", "open"], now))
+        await store.write(lambda db: mark_delivered(db, dict.fromkeys(("done", "failed", "open"), now)))
         await store.close()
 
 
@@ -162,8 +162,10 @@ async def test_expiry_counts_from_the_first_delivery_or_the_end(
         finished = now - 100 * minute if request_id == "forgotten" else now - 20 * minute
         await store.write(lambda db, r=request_id, t=finished: finish(db, r, b"result", "application/json", t))
     await store.write(lambda db: fail(db, "failed", OutOfMemory("x"), now - 20 * minute))
-    await store.write(lambda db: mark_delivered(db, ["delivered", "failed", "pending"], now - 10 * minute))
-    await store.write(lambda db: mark_delivered(db, ["delivered", "fresh"], now))
+    await store.write(
+        lambda db: mark_delivered(db, dict.fromkeys(("delivered", "failed", "pending"), now - 10 * minute))
+    )
+    await store.write(lambda db: mark_delivered(db, dict.fromkeys(("delivered", "fresh"), now)))
 
     await store.write(lambda db: expire_results(db, now - 5 * minute, now - 60 * minute))
     records = {name: await _get(store, project, name) for name in ("delivered", "forgotten", "failed")}
