@@ -2,8 +2,8 @@
 
     python -m app.openapi [FILE]     writes openapi.yaml
 
-FastAPI describes what it parses. Bodies that a route reads by itself (protobuf or JSON, or to count a refused request)
-and futures, whose result depends on what was asked, are added here. Not responsible for serving anything.
+FastAPI describes what it parses. Bodies, which the routes read by themselves, and futures, whose result depends on what
+was asked, are added here. Not responsible for serving anything.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 RAW_BODIES: dict[str, type[BaseModel]] = {
+    "client_config": requests.ClientConfigRequest,
+    "client_dynamic_config": requests.ClientConfigRequest,
+    "create_session": requests.CreateSessionRequest,
+    "session_heartbeat": requests.SessionHeartbeatRequest,
+    "search_sessions": requests.SessionSearchRequest,
+    "set_session_project": requests.SetSessionProjectRequest,
+    "auth_token": requests.AuthTokenRequest,
+    "finish_session": requests.FinishSessionRequest,
+    "telemetry": requests.TelemetryRequest,
     "forward_backward": requests.ForwardBackwardRequest,
     "forward": requests.ForwardBackwardRequest,
     "optim_step": requests.OptimStepRequest,
@@ -59,10 +68,14 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "create_sampling_session": requests.CreateSamplingSessionRequest,
     "retrieve_future": requests.RetrieveFutureRequest,
     "cancel_future": requests.CancelFutureRequest,
+    "copy_weights": requests.CopyWeightsRequest,
+    "unload_model": requests.UnloadModelRequest,
     "weights_info": requests.WeightsInfoRequest,
     "set_checkpoint_ttl": requests.SetTtlRequest,
 }
-"""By operation id: bodies that the route parses by itself."""
+"""By operation id. The routes parse bodies by themselves, strictly: FastAPI would take a key that is given twice."""
+
+OPTIONAL_BODIES = frozenset({"auth_token", "client_config", "client_dynamic_config", "finish_session"})
 
 PROTOBUF_BODIES = {"forward_backward": "ForwardBackwardRequest"}
 
@@ -76,6 +89,7 @@ FUTURE_RESULTS: tuple[type[BaseModel], ...] = (
     responses.SaveWeightsResult,
     responses.SaveWeightsForSamplerResult,
     responses.SaveWeightsExternalResult,
+    responses.UnloadModelResult,
     responses.CompleteMetadata,
     responses.FailedFuture,
 )
@@ -149,7 +163,7 @@ def _body(name: str) -> dict[str, Any]:
                 "`Content-Encoding: zstd` is read.",
             }
         }
-    return {"required": True, "content": content}
+    return {"required": name not in OPTIONAL_BODIES, "content": content}
 
 
 def _describe_future(operation: dict[str, Any]) -> None:

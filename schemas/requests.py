@@ -1,11 +1,24 @@
 """Every request body of the HTTP API in one place; each is defined beside its result in `schemas/http`."""
 
+from schemas.http.account import AuthTokenRequest
 from schemas.http.base import RequestModel
-from schemas.http.futures import CancelFutureRequest, RetrieveFutureRequest
+from schemas.http.futures import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 from schemas.http.models import CreateModelRequest, GetInfoRequest, LoraConfig, OptimizerConfig
-from schemas.http.sampling import CreateSamplingSessionRequest, SampleRequest, SamplingParams
+from schemas.http.sampling import (
+    CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
+    SampleRequest,
+    SamplingParams,
+)
 from schemas.http.server import ClientConfigRequest, TelemetryRequest
-from schemas.http.sessions import CreateSessionRequest, FinishReason, FinishSessionRequest, SessionHeartbeatRequest
+from schemas.http.sessions import (
+    CreateSessionRequest,
+    FinishReason,
+    FinishSessionRequest,
+    SessionHeartbeatRequest,
+    SessionSearchRequest,
+    SetSessionProjectRequest,
+)
 from schemas.http.tensors import EncodedTextChunk, ModelInput, TensorData
 from schemas.http.training import (
     AdamParams,
@@ -18,18 +31,22 @@ from schemas.http.training import (
     ZeroGradRequest,
 )
 from schemas.http.weights import (
+    CopyWeightsRequest,
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SetTtlRequest,
+    UnloadModelRequest,
     WeightsInfoRequest,
 )
 
 __all__ = [
     "AdamParams",
+    "AuthTokenRequest",
     "CancelFutureRequest",
     "ClientConfigRequest",
+    "CopyWeightsRequest",
     "CreateModelRequest",
     "CreateSamplingSessionRequest",
     "CreateSessionRequest",
@@ -41,6 +58,7 @@ __all__ = [
     "ForwardBackwardInput",
     "ForwardBackwardRequest",
     "GetInfoRequest",
+    "JoinSamplingSessionRequest",
     "LoadWeightsRequest",
     "LoraConfig",
     "ModelInput",
@@ -49,15 +67,19 @@ __all__ = [
     "OptimizerParams",
     "RequestModel",
     "RetrieveFutureRequest",
+    "RetrieveFuturesRequest",
     "SampleRequest",
     "SamplingParams",
     "SaveWeightsExternalRequest",
     "SaveWeightsForSamplerRequest",
     "SaveWeightsRequest",
     "SessionHeartbeatRequest",
+    "SessionSearchRequest",
+    "SetSessionProjectRequest",
     "SetTtlRequest",
     "TelemetryRequest",
     "TensorData",
+    "UnloadModelRequest",
     "WeightsInfoRequest",
     "ZeroGradRequest",
 ]

@@ -100,7 +100,7 @@ class TrainingLane:
         again = [entry for entry in self._again if entry.ticket.model_id == model_id]
         self._again = deque(entry for entry in self._again if entry.ticket.model_id != model_id)
         for entry in [*again, *self._line.close_model(model_id)]:
-            self._desk.finish(entry, Gone("the session of this model is over", field="model_id"))
+            self._desk.finish(entry, Gone("this model was unloaded, or its session is over", field="model_id"))
         running = self._running is not None and self._running.ticket.model_id == model_id
         if running or model_id in self._adapters:
             self._removals.append(_Removal(model_id))
@@ -164,7 +164,7 @@ class TrainingLane:
         model_id = entry.ticket.model_id or ""
         model = self._models.get(model_id)
         if model is None:
-            raise Gone("the session of this model is over", field="model_id")
+            raise Gone("this model was unloaded, or its session is over", field="model_id")
         if isinstance(operation, CreateModel) or (isinstance(operation, LoadWeights) and operation.create):
             return await self._create(model_id, model, operation)
         if not model.live:
@@ -238,7 +238,7 @@ class TrainingLane:
         model = self._models.get(model_id)
         entry.running = False
         if model is None:
-            return [(entry, Gone("the session of this model is over", field="model_id"))]
+            return [(entry, Gone("this model was unloaded, or its session is over", field="model_id"))]
         if model.error is not None:
             return [(entry, model.error)]
         entry.attempts += 1

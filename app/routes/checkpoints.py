@@ -75,7 +75,7 @@ async def set_checkpoint_ttl(
     """Let a checkpoint expire so many seconds from now, or never."""
     body = await read_model(request, settings, SetTtlRequest)
     path = parse_checkpoint_id(training_run_id, checkpoint_id)
-    await services.checkpoints.set_expiry(principal.project_id, path, body.ttl_seconds)
+    await services.checkpoints.set_expiry(principal.project_id, path, body.ttl_seconds, by=principal.key_id)
     return Response(status_code=204)
 
 
@@ -85,7 +85,7 @@ async def publish_checkpoint(
 ) -> Response:
     """Let every project load, sample and ask about a checkpoint by its path. Nothing changes if they can already."""
     path = parse_checkpoint_id(training_run_id, f"{segment}/{name}")
-    await services.checkpoints.set_public(principal.project_id, path, True)
+    await services.checkpoints.set_public(principal.project_id, path, True, by=principal.key_id)
     return Response(status_code=204)
 
 
@@ -95,7 +95,7 @@ async def unpublish_checkpoint(
 ) -> Response:
     """Keep a checkpoint to its own project again. Models that others made from it meanwhile stay theirs."""
     path = parse_checkpoint_id(training_run_id, f"{segment}/{name}")
-    await services.checkpoints.set_public(principal.project_id, path, False)
+    await services.checkpoints.set_public(principal.project_id, path, False, by=principal.key_id)
     return Response(status_code=204)
 
 
@@ -108,7 +108,8 @@ async def delete_checkpoint(
     training_run_id: RunId, checkpoint_id: CheckpointId, principal: PrincipalDep, services: ServicesDep
 ) -> Response:
     """Delete a checkpoint and its files. Samplers that use it answer 404 from then on."""
-    await services.checkpoints.delete(principal.project_id, parse_checkpoint_id(training_run_id, checkpoint_id))
+    path = parse_checkpoint_id(training_run_id, checkpoint_id)
+    await services.checkpoints.delete(principal.project_id, path, by=principal.key_id)
     return Response(status_code=204)
 
 

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import read_model
+from app.services.paths import session_of
 from app.services.runs import optimizer_of
-from schemas.requests import CreateModelRequest, GetInfoRequest
+from schemas.requests import CreateModelRequest, GetInfoRequest, UnloadModelRequest
 from schemas.responses import GetInfoResponse, ModelData, OptimizerConfigResult, UntypedPromise
 
 router = APIRouter(tags=["training"])
@@ -24,6 +25,17 @@ async def create_model(
     record, model_id = await services.training.create_model(principal.project_id, body)
     services.housekeeping.touch(body.session_id)
     return UntypedPromise(request_id=record.request_id, model_id=model_id)
+
+
+@router.post("/unload_model", operation_id="unload_model", response_model_exclude_none=True)
+async def unload_model(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> UntypedPromise:
+    """Free the live weights of a model once all that it was asked for before is done. Its checkpoints stay."""
+    body = await read_model(request, settings, UnloadModelRequest)
+    record = await services.training.unload(principal.project_id, body)
+    services.housekeeping.touch(session_of(body.model_id))
+    return UntypedPromise(request_id=record.request_id, model_id=body.model_id)
 
 
 @router.post("/get_info", operation_id="get_info", response_model_exclude_none=True)

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import numbered, parse_model, read_model
 from app.services import Services
+from app.services.copies import TOKEN_HEADER, CopyOrder
 from app.services.paths import session_of
 from app.services.runs import optimizer_type
+from schemas.errors import InvalidRequest
 from schemas.requests import (
+    CopyWeightsRequest,
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     WeightsInfoRequest,
 )
-from schemas.responses import OptimizerConfigResult, UntypedPromise, WeightsInfoResponse
+from schemas.responses import CopyWeightsResponse, OptimizerConfigResult, UntypedPromise, WeightsInfoResponse
 
 router = APIRouter(tags=["weights"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(alias="X-Idempotency-Key", max_length=256, description="The same key again gives the same copy."),
+]
+WeightsAccessToken = Annotated[
+    str | None,
+    Header(alias=TOKEN_HEADER, max_length=4096, description="An API key of the project that owns the source."),
+]
 
 
 @router.post("/save_weights", operation_id="save_weights", response_model_exclude_none=True)
@@ -78,6 +92,32 @@ async def load_weights(
         return _promise(services, record.request_id, model_id)
 
     return await numbered(request, settings, services, principal, accept)
+
+
+@router.post("/copy_weights", operation_id="copy_weights")
+async def copy_weights(
+    request: Request,
+    principal: PrincipalDep,
+    services: ServicesDep,
+    settings: SettingsDep,
+    idempotency_key: IdempotencyKey = None,
+    weights_access_token: WeightsAccessToken = None,
+) -> CopyWeightsResponse:
+    """Copy a checkpoint. The copy outlives its source, and belongs to a new training run that cannot be trained on."""
+    body = await read_model(request, settings, CopyWeightsRequest)
+    if weights_access_token is not None and body.weights_access_token not in (None, weights_access_token):
+        raise InvalidRequest(
+            f"weights_access_token differs from the header {TOKEN_HEADER}; give one of them",
+            field="weights_access_token",
+        )
+    order = CopyOrder(
+        project_id=principal.project_id,
+        key_id=principal.key_id,
+        request=body,
+        access_token=weights_access_token or body.weights_access_token,
+        idempotency_key=idempotency_key,
+    )
+    return CopyWeightsResponse(tinker_path=await services.copies.copy(order))
 
 
 @router.post("/weights_info", operation_id="weights_info", response_model_exclude_none=True)

@@ -13,8 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from app.services.audit import Audit
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints
+from app.services.completions import Completions
+from app.services.copies import Copies
 from app.services.exports import Exports
 from app.services.futures import Futures
 from app.services.housekeeping import Housekeeping
@@ -22,7 +25,11 @@ from app.services.operations import Operations
 from app.services.runs import Runs
 from app.services.sampling import Sampling
 from app.services.signed_urls import SignedUrls, load_secret
+from app.services.stability import Stability
+from app.services.tokens import Tokens
+from app.services.traces import Traces
 from app.services.training import Training
+from app.services.usage import Usage
 from app.services.weights import Weights
 from store.artifacts import Artifacts
 from store.bodies import Bodies
@@ -70,7 +77,11 @@ class ServiceSettings(Protocol):
     @property
     def keep_undelivered(self) -> float: ...
     @property
+    def stability_retention(self) -> float: ...
+    @property
     def sweep_interval(self) -> float: ...
+    @property
+    def token_lifetime(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -82,13 +93,20 @@ class Services:
     models: BaseModels
     operations: Operations
     futures: Futures
+    completions: Completions
+    stability: Stability
     runs: Runs
     training: Training
     weights: Weights
     sampling: Sampling
     checkpoints: Checkpoints
     exports: Exports
+    copies: Copies
     housekeeping: Housekeeping
+    audit: Audit
+    usage: Usage
+    traces: Traces
+    tokens: Tokens
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
@@ -101,6 +119,7 @@ class Services:
         await self.housekeeping.stop()
         self.operations.stopping()
         self.futures.wake_all()
+        self.completions.close()
         await self.models.stop(grace)
 
     async def close_session(self, session_id: str) -> None:
@@ -132,14 +151,20 @@ def build_services(
     """
     bodies = Bodies(settings.data_dir)
     artifacts = Artifacts(settings.data_dir)
-    futures = Futures(store, bodies, cancel=lambda request_id: operations.cancel(request_id))
+    completions = Completions(store, bodies, clock)
+    futures = Futures(store, bodies, cancel=lambda request_id: operations.cancel(request_id), clock=clock)
+
+    def wake(request_id: str, scope: str | None) -> None:
+        futures.wake(request_id)
+        completions.wake(scope)
+
     operations = Operations(
         store,
         bodies,
         folder_path=lambda folder: str(artifacts.path(folder)),
         new_id=new_id,
         clock=clock,
-        wake=futures.wake,
+        wake=wake,
     )
 
     async def models_lost(model_ids: Sequence[str]) -> None:
@@ -162,11 +187,13 @@ def build_services(
     models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
     runs = Runs(store, models, operations, clock)
     checkpoints = Checkpoints(store, artifacts, clock)
+    stability = Stability(store, settings.stability_retention, clock)
     training = Training(
         store=store,
         models=models,
         operations=operations,
         runs=runs,
+        stability=stability,
         max_rank=settings.max_rank,
         draw_seed=draw_seed,
         clock=clock,
@@ -176,7 +203,13 @@ def build_services(
         store=store, models=models, operations=operations, runs=runs, checkpoints=checkpoints, clock=clock
     )
     sampling = Sampling(
-        store=store, bodies=bodies, models=models, operations=operations, checkpoints=checkpoints, clock=clock
+        store=store,
+        bodies=bodies,
+        models=models,
+        operations=operations,
+        checkpoints=checkpoints,
+        stability=stability,
+        clock=clock,
     )
     housekeeping = Housekeeping(
         store=store,
@@ -187,6 +220,7 @@ def build_services(
         runs=runs,
         sampling=sampling,
         saved=checkpoints,
+        stability=stability,
         interval=settings.sweep_interval,
         session_timeout=settings.session_timeout,
         keep_delivered=settings.keep_delivered,
@@ -199,11 +233,18 @@ def build_services(
         models=models,
         operations=operations,
         futures=futures,
+        completions=completions,
+        stability=stability,
         runs=runs,
         training=training,
         weights=weights,
         sampling=sampling,
         checkpoints=checkpoints,
         exports=Exports(checkpoints, signed, artifacts.path),
+        copies=Copies(store, checkpoints, new_id=new_id, clock=clock),
         housekeeping=housekeeping,
+        audit=Audit(store, clock),
+        usage=Usage(store, clock),
+        traces=Traces(store, signed, housekeeping.write_activity, clock),
+        tokens=Tokens(load_secret(settings.data_dir / "token_secret"), settings.token_lifetime, clock),
     )

@@ -70,6 +70,13 @@ class Checkpoints:
         )
         return self._present(record, wanted, field)
 
+    async def owned_by(self, project_ids: Collection[str], path: str, *, field: str) -> CheckpointRecord:
+        """As `readable`, without what is only public."""
+        record = await self.readable(project_ids, path, field=field)
+        if record.project_id not in project_ids:
+            raise NotFound(f"no checkpoint {path!r}", field=field)
+        return record
+
     async def find(self, project_id: str, path: CheckpointPath, *, field: str = "path") -> CheckpointRecord:
         """A checkpoint of this project, to be managed or handed out. Raises `NotFound`."""
         return self._present(await self._store.read(lambda db: self.find_in(db, project_id, path)), path, field)

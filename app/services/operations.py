@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
+from app.services.paths import session_of
 from schemas.errors import EngineFailure, InvalidRequest, TinsmithError, Unavailable
 from schemas.http.base import MAX_INT64
 from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SaveWeights
@@ -23,6 +24,7 @@ from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
 from store.records import Body, NewOperation, OperationRecord
+from store.usage import TokenKind, add_tokens
 from workers.runtime import ModelRuntime, QueueState, Ticket
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class Finished:
     data: bytes
     content_type: str
     rows: Rows | None = None
+    tokens: Mapping[TokenKind, int] = field(default_factory=dict)
+    """What the operation used, counted with its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,15 @@ class Submission:
     """Row changes that become true with a failure."""
     cleanup: Callable[[], Awaitable[None]] | None = None
     """Removes what a failed operation may have left on disk."""
+    last: bool = False
+    """Whether it runs after everything that the model has by now, whatever its own `seq_id`."""
+    settled: Callable[[], None] | None = None
+    """Called once a success is durable."""
+    checkpoint_id: str | None = None
+    """The checkpoint that a sample reads: it is kept until the sample is settled."""
+    also: Callable[[OperationRecord, OperationResult], Rows] | None = None
+    """Further rows that become true with the result and depend on the operation's place in the log; made in a
+    thread."""
 
 
 class Operations:
@@ -75,7 +88,7 @@ class Operations:
         folder_path: turns the name of a checkpoint folder into a path for workers.
         new_id: makes request ids of at least 128 random bits.
         clock: the time, aware UTC.
-        wake: called with a request id once its outcome is durable.
+        wake: called with a request id and its scope once its outcome is durable; scope None = not told.
     """
 
     def __init__(
@@ -86,7 +99,7 @@ class Operations:
         folder_path: Callable[[str], str],
         new_id: Callable[[], str],
         clock: Callable[[], datetime],
-        wake: Callable[[str], None],
+        wake: Callable[[str, str | None], None],
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -96,6 +109,8 @@ class Operations:
         self._wake = wake
         self._live: dict[str, tuple[ModelRuntime, str]] = {}
         """Operations that a runtime has: request id -> (runtime, scope)."""
+        self._started: dict[str, datetime] = {}
+        """When operations that a runtime has began to run, the last time if it had to begin again."""
         self._stopping = False
         self._unsettled: dict[str, tuple[Submission, TinsmithError]] = {}
 
@@ -133,6 +148,7 @@ class Operations:
                     digest=submission.digest,
                     body=body,
                     created_at=self._clock(),
+                    checkpoint_id=submission.checkpoint_id,
                 ),
             )
             if created:
@@ -155,15 +171,16 @@ class Operations:
         self._live[record.request_id] = (submission.runtime, record.scope)
 
         async def load() -> Operation:
+            self._started[record.request_id] = self._clock()
             data = await self._bodies.get(record.body)
             operation = await asyncio.to_thread(decode_operation, record.kind, data)
             return with_folder(operation, self._folder_path)
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
-            await self._settle(record.request_id, submission, outcome)
+            await self._settle(record, submission, outcome)
 
         seq_id = None
-        if submission.model_id is not None:
+        if submission.model_id is not None and not submission.last:
             seq_id = 0 if submission.creates else record.seq_id
             if submission.creates:
                 submission.runtime.open_model(submission.model_id)
@@ -211,7 +228,7 @@ class Operations:
 
         await self._store.write(rows)
         for request_id in request_ids:
-            self._wake(request_id)
+            self._wake(request_id, None)
 
     async def retry_unsettled(self) -> None:
         """Try again to write outcomes that the store could not take (disk full, for example)."""
@@ -220,31 +237,38 @@ class Operations:
                 self._unsettled.pop(request_id, None)
                 self._close(request_id)
 
-    async def _settle(self, request_id: str, submission: Submission, outcome: OperationResult | TinsmithError) -> None:
+    async def _settle(
+        self, record: OperationRecord, submission: Submission, outcome: OperationResult | TinsmithError
+    ) -> None:
+        request_id = record.request_id
         if self._stopping and submission.model_id is None and isinstance(outcome, Unavailable):
             return
         if isinstance(outcome, TinsmithError):
             error: TinsmithError | None = outcome
         else:
-            error = await self._write_result(request_id, submission, outcome)
+            error = await self._write_result(record, submission, outcome)
         if error is not None and not await self._write_failure(request_id, submission, error):
             self._unsettled[request_id] = (submission, error)
             return
+        if error is None and submission.settled is not None:
+            submission.settled()
         self._close(request_id)
 
     def _close(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
-        self._wake(request_id)
+        _, scope = self._live.pop(request_id, (None, None))
+        self._started.pop(request_id, None)
+        self._wake(request_id, scope)
 
     async def _write_result(
-        self, request_id: str, submission: Submission, outcome: OperationResult
+        self, record: OperationRecord, submission: Submission, outcome: OperationResult
     ) -> TinsmithError | None:
         """Write a result; returns the error to record instead when that is not possible."""
+        request_id = record.request_id
         stored: Body = b""
         try:
-            finished = await asyncio.to_thread(submission.finish, outcome)
+            finished = await asyncio.to_thread(_finished, submission, record, outcome)
             stored = await self._bodies.put(request_id, "result", finished.data)
-            await self._store.write(_finish_rows(request_id, finished, stored, self._clock()))
+            await self._store.write(self._finish_rows(request_id, submission, finished, stored))
         except TinsmithError as error:
             await self._bodies.delete([stored])
             return error
@@ -254,13 +278,33 @@ class Operations:
             return EngineFailure("the result could not be stored; see the server's log", hint=f"request {request_id}")
         return None
 
+    def _finish_rows(self, request_id: str, submission: Submission, finished: Finished, stored: Body) -> Rows:
+        now, started_at = self._clock(), self._started.get(request_id)
+
+        async def rows(db: AsyncSession) -> None:
+            if finished.rows is not None:
+                await finished.rows(db)
+            if not await log.finish(db, request_id, stored, finished.content_type, now, started_at=started_at):
+                raise EngineFailure("this request was settled before")
+            if finished.tokens:  # of a model or a sampler: the scope names it, and it names its session
+                await add_tokens(
+                    db,
+                    project_id=submission.project_id,
+                    session_id=session_of(submission.scope.partition(":")[2]),
+                    base_model=submission.runtime.name,
+                    tokens=finished.tokens,
+                    now=now,
+                )
+
+        return rows
+
     async def _write_failure(self, request_id: str, submission: Submission, error: TinsmithError) -> bool:
         """Write a failure; False if the store cannot take it now."""
 
         async def rows(db: AsyncSession) -> None:
             if submission.failed is not None:
                 await submission.failed(db)
-            await log.fail(db, request_id, error, self._clock())
+            await log.fail(db, request_id, error, self._clock(), started_at=self._started.get(request_id))
 
         try:
             if submission.cleanup is not None:
@@ -272,14 +316,18 @@ class Operations:
         return True
 
 
-def _finish_rows(request_id: str, finished: Finished, stored: Body, now: datetime) -> Rows:
-    async def rows(db: AsyncSession) -> None:
-        if finished.rows is not None:
-            await finished.rows(db)
-        if not await log.finish(db, request_id, stored, finished.content_type, now):
-            raise EngineFailure("this request was settled before")
+def _finished(submission: Submission, record: OperationRecord, outcome: OperationResult) -> Finished:
+    finished = submission.finish(outcome)
+    if submission.also is None:
+        return finished
+    rows, also = finished.rows, submission.also(record, outcome)
 
-    return rows
+    async def both(db: AsyncSession) -> None:
+        if rows is not None:
+            await rows(db)
+        await also(db)
+
+    return replace(finished, rows=both)
 
 
 async def next_seq(db: AsyncSession, scope: str) -> int:

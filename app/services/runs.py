@@ -16,7 +16,7 @@ from app.services.operations import Operations, Rows
 from app.services.paths import session_of
 from schemas.errors import Gone, ModelLost, NotFound
 from schemas.operations import OptimizerType
-from store import checkpoints, runs, samplers, sessions
+from store import checkpoints, runs, samplers, sessions, slots
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord, RunRecord
 from workers.runtime import ModelRuntime
@@ -67,7 +67,8 @@ class Runs:
             if run.state == "lost":
                 raise lost(model_id)
             if run.state == "closed":
-                raise session_ended(run.session_id)
+                await require_active(db, project_id, run.session_id)
+                raise unloaded(model_id)
             await runs.touch_run(db, model_id, self._clock())
 
         return check
@@ -118,6 +119,9 @@ async def _close_rows(db: AsyncSession, session_id: str, now: datetime) -> list[
     found = await runs.runs_of_session(db, session_id)
     for run in found:
         await runs.set_run_state(db, run.model_id, "closed")
+        inflight = await slots.slot_checkpoint(db, run.model_id)
+        if inflight is not None:
+            await checkpoints.set_checkpoint_expiry(db, inflight, now)
     for sampler in await samplers.samplers_of_session(db, session_id):
         if sampler.checkpoint_id is None:
             continue
@@ -151,6 +155,16 @@ def lost(model_id: str) -> ModelLost:
         f"the live weights of {model_id!r} were lost: its worker process ended",
         field="model_id",
         hint="create a new training client from the last saved state",
+    )
+
+
+def unloaded(model_id: str) -> Gone:
+    """The error of work for a run that was unloaded, or that only holds a copied checkpoint."""
+    return Gone(
+        f"model {model_id!r} has no live weights: it was unloaded, or holds a copied checkpoint only",
+        field="model_id",
+        hint="load its checkpoint into a new training client",
+        code="model_unloaded",
     )
 
 

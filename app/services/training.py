@@ -27,7 +27,9 @@ from app.services.base_models import BaseModels
 from app.services.limits import check_batch
 from app.services.operations import Finished, Operations, Rows, Submission
 from app.services.paths import model_id_of
+from app.services.provenance import with_recorded
 from app.services.runs import Runs, model_scope, optimizer_of, require_active
+from app.services.stability import Stability
 from app.services.usage import batch_tokens
 from schemas.errors import InvalidRequest
 from schemas.http.base import RequestModel, ResponseModel
@@ -41,8 +43,8 @@ from schemas.operations import (
     OptimStep,
     ZeroGrad,
 )
-from schemas.requests import CreateModelRequest, OptimStepRequest, ZeroGradRequest
-from schemas.responses import CreateModelResult
+from schemas.requests import CreateModelRequest, OptimStepRequest, UnloadModelRequest, ZeroGradRequest
+from schemas.responses import CreateModelResult, UnloadModelResult
 from store import runs as run_rows
 from store import sessions
 from store.database import Store
@@ -68,6 +70,7 @@ class Training:
         models: BaseModels,
         operations: Operations,
         runs: Runs,
+        stability: Stability,
         max_rank: int,
         draw_seed: Callable[[], int],
         clock: Callable[[], datetime],
@@ -76,6 +79,7 @@ class Training:
         self._models = models
         self._operations = operations
         self._runs = runs
+        self._stability = stability
         self._max_rank = max_rank
         self._draw_seed = draw_seed
         self._clock = clock
@@ -149,6 +153,10 @@ class Training:
         runtime = self._runs.runtime(run)
         check_batch(parsed.batch, runtime.info)
         kind = _batch_kind(parsed)
+        if parsed.sampled:
+            batch = await with_recorded(self._stability, project_id, parsed.batch, parsed.sampled)
+            async with self._decoding:
+                canonical = await asyncio.to_thread(encode_operation, kind, batch)
         record = await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -175,6 +183,37 @@ class Training:
     async def zero_grad(self, project_id: str, request: ZeroGradRequest) -> OperationRecord:
         """Accept a clearing of the accumulated gradient. Raises as `forward_backward`."""
         return await self._simple(project_id, "zero_grad", request, ZeroGrad())
+
+    async def unload(self, project_id: str, request: UnloadModelRequest) -> OperationRecord:
+        """Accept that a model is freed once all that it has been asked for is done; a repeat changes nothing.
+
+        It runs as a clearing of the gradient at the end of the model's queue; the adapter goes when that is done.
+
+        Raises as `forward_backward`.
+        """
+        run = await self._runs.owned(project_id, request.model_id)
+        model_id, runtime = run.model_id, self._runs.runtime(run)
+
+        async def closed(db: AsyncSession) -> None:
+            await run_rows.set_run_state(db, model_id, "closed")
+
+        result = UnloadModelResult(model_id=model_id)
+        return await self._operations.accept(
+            Submission(
+                project_id=project_id,
+                kind="unload_model",
+                scope=f"unload:{model_id}",
+                seq_id=0,
+                digest=request_digest(request),
+                body=encode_operation("unload_model", ZeroGrad()),
+                runtime=runtime,
+                model_id=model_id,
+                guard=self._runs.guard(project_id, model_id),
+                finish=lambda _: json_result("unload_model", result, closed),
+                last=True,
+                settled=lambda: runtime.close_model(model_id),
+            )
+        )
 
     async def _simple(
         self, project_id: str, kind: str, request: OptimStepRequest | ZeroGradRequest, operation: Operation
@@ -218,7 +257,7 @@ def _check_optimizer(request: OptimStepRequest, operation: OptimStep, optimizer:
         return
     accepted = "adam_params" if optimizer == "adamw" else 'optimizer_params {"type": "dimuon", "learning_rate": ...}'
     raise InvalidRequest(
-        f"{request.given_in} is of {given}, but this model was created with the optimizer {optimizer}; accepted: {accepted}",
+        f"{request.given_in} is of {given}, but the optimizer of this model is {optimizer}; accepted: {accepted}",
         field=request.given_in,
     )
 
@@ -229,7 +268,8 @@ def _decode(
     """The batch, its canonical form and the digest of that: all that is slow about a large body, for a thread."""
     parsed = decode_forward_backward(body, content_type, limits, forward=forward)
     canonical = encode_operation(_batch_kind(parsed), parsed.batch)
-    return parsed, canonical, digest(canonical)
+    provenance = repr(parsed.sampled).encode() if parsed.sampled else b""
+    return parsed, canonical, digest(canonical + provenance)
 
 
 def _batch_kind(parsed: ParsedForwardBackward) -> str:

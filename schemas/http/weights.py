@@ -55,7 +55,9 @@ class SaveWeightsForSamplerRequest(RequestModel):
         None, description="Counts the sampling sessions of the session, from 0 (ephemeral form)."
     )
     kind: Literal["snapshot", "inflight"] = Field(
-        "snapshot", description="`inflight` is served as a snapshot: samplers opened earlier keep their weights."
+        "snapshot",
+        description="`inflight`: the sampling session follows the newest inflight save of the model, and so do those "
+        "that earlier inflight saves opened (ephemeral form only).",
     )
     ttl_seconds: TtlSeconds | None = Field(None, description=_TTL_TEXT)
     user_metadata: UserMetadata | None = Field(None, description="Free pairs of text.")
@@ -67,6 +69,8 @@ class SaveWeightsForSamplerRequest(RequestModel):
             raise ValueError("give either path (a named checkpoint) or sampling_session_seq_id (an ephemeral one)")
         if self.path is None and (self.ttl_seconds is not None or self.user_metadata is not None):
             raise ValueError("ttl_seconds and user_metadata belong to a named checkpoint: give path with them")
+        if self.path is not None and self.kind == "inflight":
+            raise ValueError("kind is 'inflight', but a named checkpoint never changes: leave path out, or kind")
         return self
 
 
@@ -109,6 +113,7 @@ class ExternalWeightsUrls(ResponseModel):
     expires: datetime = Field(description="When the addresses end; ask again for new ones.")
 
 
+AccessToken = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 _CREATE_FIELDS = ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config")
 
 
@@ -118,7 +123,7 @@ class LoadWeightsRequest(RequestModel):
 
     path: TinkerPath = Field(description="The checkpoint.")
     optimizer: bool = Field(description="Load the optimizer state too; fails if the checkpoint has none.")
-    weights_access_token: Annotated[str, StringConstraints(min_length=1, max_length=4096)] | None = Field(
+    weights_access_token: AccessToken | None = Field(
         None, description="An API key of the project that owns the checkpoint, if it is another one."
     )
     model_id: Identifier | None = Field(None, description="The model to load into.")
@@ -150,6 +155,50 @@ class LoadWeightsResult(ResponseModel):
     path: str | None = Field(None, description="The checkpoint.")
     model_id: str | None = Field(None, description="The model that has the weights now.")
     type: Literal["load_weights"] = "load_weights"
+
+
+class CopyWeightsRequest(RequestModel):
+    """Body of `copy_weights`: into a project (`destination_project_id`), or as the training run of a place in a
+    session (`session_id` and `model_seq_id`)."""
+
+    source_path: TinkerPath = Field(description="The checkpoint; exports can be copied too.")
+    destination_project_id: Identifier | None = Field(
+        None, description="The project that will own the copy: that of the API key."
+    )
+    session_id: Identifier | None = Field(None, description="The session that will own the copy.")
+    model_seq_id: SessionCounter | None = Field(None, description="Counts the models of a session, from 0.")
+    ttl_seconds: TtlSeconds | None = Field(None, description=_TTL_TEXT + " That of the source is not inherited.")
+    weights_access_token: AccessToken | None = Field(
+        None, description="As the header X-Tinker-Weights-Access-Token: an API key of the project that owns the source."
+    )
+    type: Literal["copy_weights"] = "copy_weights"
+
+    @model_validator(mode="after")
+    def _one_form(self) -> CopyWeightsRequest:
+        into_session = self.session_id is not None
+        if into_session != (self.model_seq_id is not None) or into_session == (self.destination_project_id is not None):
+            raise ValueError("give either destination_project_id, or session_id and model_seq_id")
+        return self
+
+
+class CopyWeightsResponse(ResponseModel):
+    """Result of `copy_weights`."""
+
+    tinker_path: str = Field(description="The copy: it has the kind and the name of its source.")
+
+
+class UnloadModelRequest(RequestModel):
+    """Body of `unload_model`: free the live weights of a model once everything asked of it before is done."""
+
+    model_id: Identifier = Field(description="The model.")
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResult(ResponseModel):
+    """Result of `unload_model`."""
+
+    model_id: str = Field(description="The model that takes no more work.")
+    type: Literal["unload_model"] = "unload_model"
 
 
 class WeightsInfoRequest(RequestModel):
