@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 from tests.support.server import environment, serve
@@ -22,7 +23,7 @@ def test_make_serve_and_make_demo(tmp_path: Path) -> None:
     # `make` takes the options of the command in ARGS; the wrapper only moves them there.
     wrapper.write_text(f'#!/bin/sh\ncd "{ROOT}" && exec make --no-print-directory serve ARGS="$*"\n')
     with serve(tmp_path / "data", command=["sh", wrapper]) as server:
-        assert server.key in server.log.read_text()
+        assert server.key in ready_line(server.log)
         arguments = f"--url {server.url} --data-dir {server.data_dir} --steps 2 --output {tmp_path / 'adapter'}"
         demo = subprocess.run(
             ["make", "--no-print-directory", "demo", f"ARGS={arguments}"],
@@ -35,6 +36,17 @@ def test_make_serve_and_make_demo(tmp_path: Path) -> None:
         assert demo.returncode == 0, demo.stdout + demo.stderr
         assert "exported" in demo.stdout
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def ready_line(log: Path, seconds: float = 20) -> str:
+    """The line that tells a person where the server is; it comes a moment after `readyz` says so."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        lines = [line for line in log.read_text().splitlines() if line.startswith("ready ")]
+        if lines:
+            return lines[0]
+        time.sleep(0.2)
+    raise AssertionError(f"no ready line:\n{log.read_text()[-2000:]}")
 
 
 def test_make_test_runs_the_suite() -> None:
