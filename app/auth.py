@@ -1,4 +1,5 @@
-"""Who is asking: an API key becomes a `Principal`, or the request ends with 401 before its body is read.
+"""Who is asking: an API key, or a token made from one, becomes a `Principal`, or the request ends with 401 before its
+body is read.
 
 Deny by default: the middleware stands in front of the whole application, unknown paths included; only `PUBLIC_PATHS`
 and `PUBLIC_PREFIX` pass without a key. Not responsible for storing keys (`store/keys.py`) or for who owns which object
@@ -10,14 +11,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from schemas.errors import Unauthenticated, Unavailable
+from app.services.tokens import Tokens
+from schemas.errors import INVALID_TOKEN, Unauthenticated, Unavailable
 from store.database import Store
-from store.keys import authenticate
+from store.keys import authenticate, valid_key
+from store.records import KeyRecord
 
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/api/v1/readyz", "/docs", "/openapi.json"})
 """What needs no key. Everything else does, whether a route exists there or not."""
@@ -25,17 +29,23 @@ PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/api/v1/healthz", "/api/v1/rea
 PUBLIC_PREFIX = "/api/v1/files/"
 """Exported files: their addresses carry a signature that expires instead of a key."""
 
-MAX_KEY_LENGTH = 512
+MAX_KEY_LENGTH = 2048
+TOKEN_PREFIX = "eyJ"
+"""How every JWT begins, and no key."""
 CACHE_SECONDS = 2.0
 CACHE_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The tenant of a request, and the key that it used (an id, never the key)."""
+    """The tenant of a request, and the key that it used (an id, never the key).
+
+    `until` is when the token ends that stood for the key; None if the key itself was sent.
+    """
 
     project_id: str
     key_id: str
+    until: datetime | None = None
 
 
 class Authenticator:
@@ -45,31 +55,63 @@ class Authenticator:
     look-up each time and fills nothing here.
 
     Args:
+        tokens: reads tokens; None = they are not accepted.
         ttl: seconds that a good look-up is trusted.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, store: Store, *, ttl: float = CACHE_SECONDS, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        *,
+        tokens: Tokens | None = None,
+        ttl: float = CACHE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._tokens = tokens
         self._ttl = ttl
         self._clock = clock
         self._cache: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
 
     async def principal(self, key: str) -> Principal | None:
-        """The tenant of `key`, or None if it is not valid (any more)."""
+        """The tenant of `key`, or None if it is not valid (any more).
+
+        Raises:
+            Unauthenticated: it is a token that is not valid (any more): the client makes a new one from its key.
+        """
+        if self._tokens is not None and key.startswith(TOKEN_PREFIX):
+            return await self._of_token(self._tokens, key)
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        return await self._known(digest, lambda: self._store.read(lambda db: authenticate(db, key)))
+
+    def forget(self, key_id: str) -> None:
+        """A key was revoked: what is remembered of it, and of tokens made from it, is trusted no longer."""
+        for known in [digest for digest, (_, principal) in self._cache.items() if principal.key_id == key_id]:
+            del self._cache[known]
+
+    async def _of_token(self, tokens: Tokens, token: str) -> Principal:
+        identity = tokens.read(token)
+        if identity is not None:
+            key_id = identity.key_id
+            principal = await self._known(key_id.encode(), lambda: self._store.read(lambda db: valid_key(db, key_id)))
+            if principal is not None and principal.project_id == identity.project_id:
+                return replace(principal, until=identity.until)
+        raise Unauthenticated(
+            "the token is not valid any more", hint="exchange the API key for a new one", code=INVALID_TOKEN
+        )
+
+    async def _known(self, name: bytes, look_up: Callable[[], Awaitable[KeyRecord | None]]) -> Principal | None:
         now = self._clock()
-        cached = self._cache.get(digest)
+        cached = self._cache.get(name)
         if cached is not None and cached[0] > now:
             return cached[1]
-        self._cache.pop(digest, None)
-        record = await self._store.read(lambda db: authenticate(db, key))
+        self._cache.pop(name, None)
+        record = await look_up()
         if record is None:
             return None
         principal = Principal(project_id=record.project_id, key_id=record.key_id)
-        self._cache[digest] = (now + self._ttl, principal)
+        self._cache[name] = (now + self._ttl, principal)
         while len(self._cache) > CACHE_SIZE:
             self._cache.popitem(last=False)
         return principal

@@ -9,7 +9,7 @@ from typing import Annotated, cast
 
 from fastapi import Depends, Request
 
-from app.auth import Principal, unauthenticated
+from app.auth import Authenticator, Principal, unauthenticated
 from app.lifecycle import Lifecycle
 from app.presence import Presence
 from app.readiness import Readiness
@@ -23,6 +23,10 @@ def _principal(request: Request) -> Principal:
     if principal is None:  # a route that asks for its tenant on a public path: deny
         raise unauthenticated()
     return cast(Principal, principal)
+
+
+def _authenticator(request: Request) -> Authenticator:
+    return cast(Authenticator, request.app.state.authenticator)
 
 
 def _services(request: Request) -> Services:
@@ -50,6 +54,7 @@ def _lifecycle(request: Request) -> Lifecycle:
 
 
 PrincipalDep = Annotated[Principal, Depends(_principal)]
+AuthenticatorDep = Annotated[Authenticator, Depends(_authenticator)]
 ServicesDep = Annotated[Services, Depends(_services)]
 SettingsDep = Annotated[Settings, Depends(_settings)]
 StoreDep = Annotated[Store, Depends(_store)]

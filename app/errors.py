@@ -18,7 +18,14 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from schemas.errors import InvalidRequest, PayloadTooLarge, TinsmithError, Unavailable, UnsupportedMediaType
+from schemas.errors import (
+    INVALID_TOKEN,
+    InvalidRequest,
+    PayloadTooLarge,
+    TinsmithError,
+    Unavailable,
+    UnsupportedMediaType,
+)
 
 RETRY_AFTER_SECONDS = 2
 MAX_PROBLEMS = 5
@@ -39,7 +46,8 @@ def render(error: TinsmithError, request_id: str | None) -> Response:
     if error.status == Unavailable.status:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if error.status == 401:
-        headers["WWW-Authenticate"] = 'Bearer realm="tinsmith"'
+        invalid = f', error="{INVALID_TOKEN}"' if error.code == INVALID_TOKEN else ""
+        headers["WWW-Authenticate"] = f'Bearer realm="tinsmith"{invalid}'
     return _json(error.status, error_body(error, request_id), headers)
 
 

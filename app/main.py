@@ -16,6 +16,9 @@ from app.middleware import BodyLimit, DrainGate, HostCheck, RequestContext
 from app.presence import Presence
 from app.readiness import Readiness
 from app.routes import (
+    account,
+    audit,
+    billing,
     capabilities,
     checkpoints,
     client,
@@ -27,6 +30,7 @@ from app.routes import (
     sampling,
     sessions,
     telemetry,
+    traces,
     training,
     weights,
 )
@@ -38,7 +42,9 @@ from store.dev_key import ensure_dev_key
 API = "/api/v1"
 RESOURCES: tuple[APIRouter, ...] = (
     client.router,
+    account.router,
     sessions.router,
+    traces.router,
     telemetry.router,
     capabilities.router,
     models.router,
@@ -49,6 +55,8 @@ RESOURCES: tuple[APIRouter, ...] = (
     runs.router,
     exports.router,  # before the routes of checkpoints, whose ids hold slashes
     checkpoints.router,
+    audit.router,
+    billing.router,
 )
 
 
@@ -73,6 +81,7 @@ def create_app(settings: Settings, *, group_factory: GroupFactory | None = None)
     openapi.install(app)
     for router in RESOURCES:
         app.include_router(router, prefix=API, responses=openapi.ERRORS, dependencies=[openapi.KEY])
+    app.include_router(traces.files, prefix=API, responses=openapi.ERRORS)
     app.include_router(exports.files, prefix=API, responses=openapi.ERRORS)
     app.include_router(health.router, prefix=API)
     app.include_router(health.router, include_in_schema=False)
@@ -116,4 +125,5 @@ async def _open(
     app.state.services = services
     app.state.readiness = Readiness(services.models.runtimes)
     app.state.presence = Presence(store, services.housekeeping.touch)
-    app.state.authenticator = Authenticator(store)  # last: from here on, requests are let in
+    tokens = services.tokens if settings.pjwt_auth_enabled else None
+    app.state.authenticator = Authenticator(store, tokens=tokens)  # last: from here on, requests are let in

@@ -47,6 +47,7 @@ ALLOWED_WHILE_DRAINING = frozenset(
         "/api/v1/client/config",
         "/api/v1/client/dynamic_config",
         "/api/v1/get_info",
+        "/api/v1/auth/token",
     }
 )
 LARGE_PATHS = frozenset(

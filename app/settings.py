@@ -120,7 +120,21 @@ class Settings(BaseSettings):
         "temperature), or of the plain model at temperature 1.",
     )
     sample_max_concurrent_requests: Count = Field(
-        512, description="Samples that one client keeps outstanding. Each one holds a connection."
+        512,
+        description="Samples that one client keeps outstanding, each with a connection of its own, if "
+        "`sample_use_retrieve_futures` is off.",
+    )
+    sample_use_retrieve_futures: bool = Field(
+        True, description="Clients wait for all their samples with one request, instead of with one for each."
+    )
+    sample_join_sampling_session: bool = Field(
+        True, description="Copies of a sampling client ask for a number of their own, instead of drawing one at random."
+    )
+    sample_cancel_enabled: bool = Field(
+        True, description="Clients tell the server about samples that they do not wait for any more."
+    )
+    metadata_only_above_kib: Count = Field(
+        1024, description="Results of more KiB are announced with their size before they are sent."
     )
     max_body_mib: Count = Field(64, description="Largest request body in MiB, before and after decompression.")
     poll_hold: float = Field(
@@ -142,7 +156,21 @@ class Settings(BaseSettings):
     result_retention_undelivered: float = Field(
         172800.0, ge=600, allow_inf_nan=False, description="Seconds that a result nobody has fetched is kept."
     )
+    stability_retention: float = Field(
+        172800.0,
+        ge=600,
+        allow_inf_nan=False,
+        description="Seconds that the statistics of samples made with `record_stability_info` are kept.",
+    )
     sweep_interval: Seconds = Field(30.0, description="Seconds between two searches for what has expired.")
+    pjwt_auth_enabled: bool = Field(
+        False,
+        description="Whether clients exchange their key for a short-lived token first, which carries their identity "
+        "(`tinker auth whoami` needs it). Plain keys go on working.",
+    )
+    token_lifetime: float = Field(
+        3600.0, ge=120, le=86400, allow_inf_nan=False, description="Seconds that such a token is valid."
+    )
     shutdown_grace: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="Seconds that accepted work may still take once asked to stop."
     )
@@ -213,6 +241,11 @@ class Settings(BaseSettings):
     def keep_undelivered(self) -> float:
         """`result_retention_undelivered`, seconds."""
         return self.result_retention_undelivered
+
+    @property
+    def metadata_only_above(self) -> int:
+        """`metadata_only_above_kib` in bytes."""
+        return self.metadata_only_above_kib * 1024
 
     @property
     def max_body_bytes(self) -> int:

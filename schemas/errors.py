@@ -67,6 +67,10 @@ class Unauthenticated(TinsmithError):
     status, category, default_code = 401, "user", "unauthenticated"
 
 
+INVALID_TOKEN = "invalid_token"
+"""Code of `Unauthenticated` for a token that has ended or was altered: a client exchanges its key for a new one."""
+
+
 class NotFound(TinsmithError):
     """The object does not exist, or belongs to another project: the two are indistinguishable (404)."""
 

@@ -23,7 +23,6 @@ EventName = Literal[
     "session_created",
     "session_finished",
     "session_expired",
-    "session_project_set",
     "checkpoint_created",
     "checkpoint_deleted",
     "checkpoint_ttl_set",

@@ -122,15 +122,18 @@ async def list_keys(db: AsyncSession, project_id: str) -> list[KeyRecord]:
     return [_record(row) for row in rows]
 
 
-async def revoke_key(db: AsyncSession, project_id: str, key_id: str, now: datetime) -> bool:
-    """End a key at once. False if the project has no such key; revoking again changes nothing."""
+async def revoke_key(db: AsyncSession, project_id: str, key_id: str, now: datetime, *, by: str | None = None) -> bool:
+    """End a key at once. False if the project has no such key; revoking again changes nothing.
+
+    `by` is the id of the key that asked for it, for the audit log.
+    """
     row = await db.get(ApiKey, key_id)
     if row is None or row.project_id != project_id:
         return False
     if row.revoked_at is None:
         row.revoked_at = now
         await db.flush()
-        await add_event(db, project_id, "key_revoked", now, {"revoked_key_id": key_id, "name": row.name})
+        await add_event(db, project_id, "key_revoked", now, {"revoked_key_id": key_id, "name": row.name, "key_id": by})
     return True
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
-from sqlalchemy import func, select, update
+from sqlalchemy import ColumnElement, and_, exists, false, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from store.events import add_event
-from store.records import SessionRecord, SessionState
-from store.tables import Session
+from store.records import SessionRecord, SessionState, SessionSummaryRecord
+from store.tables import Checkpoint, Run, Session
 
 
 async def create_session(
@@ -71,6 +71,50 @@ async def list_sessions(db: AsyncSession, project_id: str, limit: int, offset: i
     return [_record(row) for row in rows], total or 0
 
 
+async def search_sessions(
+    db: AsyncSession,
+    project_id: str,
+    *,
+    session_id: str | None = None,
+    words: Sequence[str] = (),
+    user_metadata: Mapping[str, str] | None = None,
+    statuses: Collection[tuple[SessionState, str | None]] | None = None,
+    after: tuple[datetime, str] | None = None,
+    limit: int,
+) -> list[SessionSummaryRecord]:
+    """Sessions of a project, newest first, that match every condition that is given.
+
+    Args:
+        session_id, words: a session of this id, or one whose name holds every word. Letters out of ASCII match in
+            either case.
+        user_metadata: pairs that the session must have.
+        statuses: any of these states; one with a reason matches only sessions that were finished for it.
+        after: (created_at, session_id) of the last session of the page before.
+    """
+    wanted: list[ColumnElement[bool]] = [Session.project_id == project_id]
+    either: list[ColumnElement[bool]] = []
+    if session_id is not None:
+        either.append(Session.session_id == session_id)
+    if words:
+        name = func.lower(Session.display_name)
+        either.append(and_(*(name.contains(word.lower(), autoescape=True) for word in words)))
+    if either:
+        wanted.append(or_(*either))
+    for name, value in (user_metadata or {}).items():
+        pairs = func.json_each(Session.user_metadata).table_valued("key", "value")
+        wanted.append(exists(select(1).select_from(pairs).where(pairs.c.key == name, pairs.c.value == value)))
+    if statuses is not None:
+        wanted.append(or_(false(), *(_has_status(state, reason) for state, reason in statuses)))
+    if after is not None:
+        created_at, last_id = after
+        older = and_(Session.created_at == created_at, Session.session_id < last_id)
+        wanted.append(or_(Session.created_at < created_at, older))
+    order = (Session.created_at.desc(), Session.session_id.desc())
+    rows = list(await db.scalars(select(Session).where(*wanted).order_by(*order).limit(limit)))
+    stored = await _stored(db, [row.session_id for row in rows])
+    return [SessionSummaryRecord(_record(row), *stored.get(row.session_id, (0, 0))) for row in rows]
+
+
 async def finish_session(
     db: AsyncSession,
     project_id: str,
@@ -119,6 +163,21 @@ async def expire_session(db: AsyncSession, session_id: str, now: datetime) -> bo
     await db.flush()
     await add_event(db, row.project_id, "session_expired", now, {"session_id": session_id})
     return True
+
+
+def _has_status(state: SessionState, reason: str | None) -> ColumnElement[bool]:
+    matches = Session.state == state
+    return matches if reason is None else and_(matches, Session.finish_reason == reason)
+
+
+async def _stored(db: AsyncSession, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Number and bytes of the named checkpoints of each session that has any."""
+    sizes = select(Run.session_id, func.count(), func.sum(Checkpoint.size_bytes)).join(
+        Checkpoint, Checkpoint.model_id == Run.model_id
+    )
+    wanted = (Run.session_id.in_(session_ids), Checkpoint.name.is_not(None))
+    rows = await db.execute(sizes.where(*wanted).group_by(Run.session_id))
+    return {session_id: (count, size) for session_id, count, size in rows}
 
 
 async def _find(db: AsyncSession, project_id: str, session_id: str) -> Session | None:

@@ -1,23 +1,24 @@
 """Waiting for outcomes: long polls, woken the moment an outcome is durable.
 
 Responsible for who may see a future, for holding a poll and for what state it is in. Not responsible for writing
-outcomes (`operations.py`) or for HTTP shapes (`app/routes/futures.py`).
+outcomes (`operations.py`), for lists of them (`completions.py`) or for HTTP shapes (`app/routes/futures.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
+from app.services.waiting import Disconnected, Waiters
 from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
-from store.records import OperationRecord
+from store.records import BodyRef, OperationRecord
 
-Disconnected = Callable[[], Awaitable[None]]
-"""Returns when the client has gone away."""
+MOST_ANNOUNCED = 10_000
+"""Results whose size was told and that were not fetched yet, remembered at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,14 @@ class Ready:
     record: OperationRecord
     data: bytes
     content_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A finished future whose result is large: its size in bytes. The next poll gets the result itself."""
+
+    record: OperationRecord
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class Pending:
     record: OperationRecord
 
 
-Outcome = Ready | Failed | Pending
+Outcome = Ready | Announced | Failed | Pending
 
 
 class Futures:
@@ -52,52 +61,59 @@ class Futures:
 
     Args:
         cancel: told which sample to drop; unknown ids are fine.
+        clock: the time, aware UTC.
     """
 
-    def __init__(self, store: Store, bodies: Bodies, cancel: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: Store, bodies: Bodies, cancel: Callable[[str], None], clock: Callable[[], datetime]
+    ) -> None:
         self._store = store
         self._bodies = bodies
         self._cancel = cancel
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
-        self._delivered: set[str] = set()
-        self._closing = False
+        self._waiters = Waiters()
+        self._clock = clock
+        self._delivered: dict[str, datetime] = {}
+        self._announced: dict[str, None] = {}
 
     def wake(self, request_id: str) -> None:
         """Wake every poll that waits for `request_id`; its outcome is durable."""
-        for waiter in self._waiters.pop(request_id, set()):
-            if not waiter.done():
-                waiter.set_result(None)
+        self._waiters.wake(request_id)
 
     def wake_all(self) -> None:
         """End every held poll (the server is stopping); later polls are not held."""
-        self._closing = True
-        for request_id in list(self._waiters):
-            self.wake(request_id)
+        self._waiters.close()
 
-    def take_delivered(self) -> list[str]:
-        """Request ids delivered since the last call, for one batched write."""
-        delivered, self._delivered = list(self._delivered), set()
+    def take_delivered(self) -> dict[str, datetime]:
+        """Request ids delivered since the last call, and when first, for one batched write."""
+        delivered, self._delivered = self._delivered, {}
         return delivered
 
-    async def retrieve(self, project_id: str, request_id: str, hold: float, disconnected: Disconnected) -> Outcome:
+    async def retrieve(
+        self,
+        project_id: str,
+        request_id: str,
+        hold: float,
+        disconnected: Disconnected,
+        *,
+        announce_above: int | None = None,
+    ) -> Outcome:
         """Wait up to `hold` seconds for the outcome.
+
+        Args:
+            announce_above: a result of more bytes is announced instead of delivered, but never twice in a row; None =
+                every result is delivered.
 
         Raises:
             NotFound: unknown here, which another project's future is too; nothing about it changes.
             Gone: the result is past its retention.
         """
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiters = self._waiters.setdefault(request_id, set())
-        waiters.add(waiter)
-        try:
+        with self._waiters.waiter(request_id) as waiter:
             record = await self._record(project_id, request_id)
-            if record.state == "pending" and hold > 0 and not self._closing:
-                await self._wait(waiter, hold, disconnected)
+            if record.state == "pending" and hold > 0:
+                await self._waiters.wait(waiter, hold, disconnected)
                 record = await self._record(project_id, request_id)
-        finally:
-            waiters.discard(waiter)
-            if not waiters and self._waiters.get(request_id) is waiters:
-                del self._waiters[request_id]
+        if announce_above is not None and self._announces(record, announce_above):
+            return Announced(record, _size(record))
         return await self._outcome(record)
 
     async def cancel(self, project_id: str, request_id: str) -> None:
@@ -120,12 +136,14 @@ class Futures:
             raise NotFound(f"no future {request_id[:200]!r}", field="request_id")
         return record
 
-    async def _wait(self, waiter: asyncio.Future[None], hold: float, disconnected: Disconnected) -> None:
-        gone = asyncio.ensure_future(disconnected())
-        try:
-            await asyncio.wait({waiter, gone}, timeout=hold, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
+    def _announces(self, record: OperationRecord, above: int) -> bool:
+        """Whether to answer with the size. Notes it, so that whoever asks again gets the result, however they ask."""
+        if record.state != "done" or _size(record) <= above or record.request_id in self._announced:
+            return False
+        while len(self._announced) >= MOST_ANNOUNCED:
+            del self._announced[next(iter(self._announced))]
+        self._announced[record.request_id] = None
+        return True
 
     async def _outcome(self, record: OperationRecord) -> Outcome:
         if record.state == "pending":
@@ -138,10 +156,16 @@ class Futures:
             outcome: Outcome = Failed(record, record.error)
         else:
             outcome = await self._ready(record)
-        self._delivered.add(record.request_id)
+        self._announced.pop(record.request_id, None)
+        self._delivered.setdefault(record.request_id, self._clock())
         return outcome
 
     async def _ready(self, record: OperationRecord) -> Ready:
         if record.result is None or record.content_type is None:
             raise Gone(f"the result of {record.request_id!r} has expired", field="request_id")
         return Ready(record, await self._bodies.get(record.result), record.content_type)
+
+
+def _size(record: OperationRecord) -> int:
+    result = record.result
+    return 0 if result is None else result.size if isinstance(result, BodyRef) else len(result)

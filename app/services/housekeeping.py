@@ -19,6 +19,7 @@ from app.services.operations import Operations
 from app.services.runs import Runs
 from app.services.sampling import KIND as SAMPLE
 from app.services.sampling import Sampling
+from app.services.stability import Stability
 from schemas.errors import ModelLost
 from store import checkpoints, sessions
 from store import operations as log
@@ -51,6 +52,7 @@ class Housekeeping:
         runs: Runs,
         sampling: Sampling,
         saved: Checkpoints,
+        stability: Stability,
         interval: float,
         session_timeout: float,
         keep_delivered: float,
@@ -65,6 +67,7 @@ class Housekeeping:
         self._runs = runs
         self._sampling = sampling
         self._saved = saved
+        self._stability = stability
         self._interval = interval
         self._session_timeout = timedelta(seconds=session_timeout)
         self._keep_delivered = timedelta(seconds=keep_delivered)
@@ -105,16 +108,17 @@ class Housekeeping:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._write_activity()
+        await self.write_activity()
 
     async def sweep(self) -> None:
         """Do every duty once; one that fails does not keep the others from being done."""
         duties: list[Callable[[], Awaitable[None]]] = [
             self._operations.retry_unsettled,
-            self._write_activity,
+            self.write_activity,
             self._expire_sessions,
             self._expire_results,
             self._saved.sweep_expired,
+            self._stability.sweep,
         ]
         for duty in duties:
             try:
@@ -127,7 +131,8 @@ class Housekeeping:
             await asyncio.sleep(self._interval)
             await self.sweep()
 
-    async def _write_activity(self) -> None:
+    async def write_activity(self) -> None:
+        """Write signs of life and deliveries that are known in memory only."""
         seen, self._seen = self._seen, {}
         delivered = self._futures.take_delivered()
         if not seen and not delivered:
@@ -135,7 +140,7 @@ class Housekeeping:
 
         async def rows(db: AsyncSession) -> None:
             await sessions.touch_sessions(db, seen)
-            await log.mark_delivered(db, delivered, self._clock())
+            await log.mark_delivered(db, delivered)
 
         try:
             await self._store.write(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from store.records import KeyRecord
@@ -28,10 +28,11 @@ def user_urn(project_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenIdentity:
-    """Whose token it is, and the key (its id) that must still be valid."""
+    """Whose token it is, the key (its id) that must still be valid, and when the token ends."""
 
     project_id: str
     key_id: str
+    until: datetime
 
 
 class Tokens:
@@ -48,15 +49,14 @@ class Tokens:
         self._lifetime = timedelta(seconds=lifetime)
         self._clock = clock
 
-    def issue(self, key: KeyRecord) -> str:
-        """A token for the holder of `key`. It ends with the key, if that ends sooner."""
+    def issue(self, key: KeyRecord, *, until: datetime | None = None) -> str:
+        """A token for the holder of `key`. It ends with the key, if that ends sooner, and at `until` at the latest:
+        a token that is exchanged for another one gives its holder no more time."""
         # Imported here: servers whose clients send plain keys, and `--help`, do without.
         import jwt
 
         now = self._clock()
-        ends = now + self._lifetime
-        if key.expires_at is not None:
-            ends = min(ends, key.expires_at)
+        ends = min(end for end in (now + self._lifetime, key.expires_at, until) if end is not None)
         claims = {
             "iss": ISSUER,
             "iat": int(now.timestamp()),
@@ -87,4 +87,8 @@ class Tokens:
         project_id, key_id, ends = claims.get("org_id"), claims.get("key_id"), claims.get("exp")
         if not typed or not isinstance(project_id, str) or not isinstance(key_id, str) or not isinstance(ends, int):
             return None
-        return TokenIdentity(project_id, key_id) if self._clock().timestamp() < ends else None
+        try:
+            until = datetime.fromtimestamp(ends, UTC)
+        except (ValueError, OverflowError, OSError):
+            return None
+        return TokenIdentity(project_id, key_id, until) if self._clock() < until else None
