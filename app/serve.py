@@ -24,6 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app import logging as server_log
+from app.connection import BoundedProtocol
 from app.lifecycle import Lifecycle
 from app.main import create_app
 from app.readiness import Readiness, describe
@@ -60,7 +61,7 @@ def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app
         config = uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=BoundedProtocol,
             ws="none",
             lifespan="on",
             log_config=None,

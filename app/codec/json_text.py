@@ -19,8 +19,11 @@ M = TypeVar("M", bound=RequestModel)
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"(\s*+:)?', re.DOTALL)
 MAX_QUOTES = 1_000_000
 """Quotation marks in one text: twenty times what the largest honest batch needs; each string costs time here."""
+MAX_KEYS = 1024
+"""Keys of one object: far more than any request has. Each unknown key costs an error message."""
 _EXACT_DIGITS = 18
 """An integer of so many digits fits into 64 bits."""
+_TOO_MANY_KEYS = f"an object holds more than {MAX_KEYS} keys"
 
 
 def parse_json(body: bytes) -> Any:
@@ -31,7 +34,7 @@ def parse_json(body: bytes) -> Any:
 
     Raises:
         InvalidRequest: not JSON in UTF-8, NaN or an infinite number, nested too deeply, a key given twice,
-            too many strings.
+            too many strings, too many keys in one object.
     """
     if body.count(b'"') > MAX_QUOTES:
         raise InvalidRequest(f"the body holds more than {MAX_QUOTES // 2} strings", code="invalid_json")
@@ -39,9 +42,8 @@ def parse_json(body: bytes) -> Any:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
-    if _longest_run_of_digits(body) > _EXACT_DIGITS or _keys_in_text(body) != _keys_in_value(value):
-        return _parse_exactly(body)
-    return value
+    repeats = _keys_in_text(body) != _keys_in_value(value)
+    return _parse_exactly(body) if repeats or _longest_run_of_digits(body) > _EXACT_DIGITS else value
 
 
 def parse_request(body: bytes, model: type[M]) -> M:
@@ -67,6 +69,8 @@ def _parse_exactly(body: bytes) -> Any:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(_TOO_MANY_KEYS)
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -96,6 +100,8 @@ def _keys_in_value(value: Any) -> int:
         node = open_nodes.pop()
         children: Any = ()
         if isinstance(node, dict):
+            if len(node) > MAX_KEYS:
+                raise InvalidRequest(f"the body is refused: {_TOO_MANY_KEYS}", code="invalid_json")
             count += len(node)
             children = node.values()
         elif isinstance(node, list) and node and isinstance(node[0], dict | list):

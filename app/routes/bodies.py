@@ -6,6 +6,7 @@ for it. Not responsible for what is in a body (`app/codec`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -34,23 +35,32 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=RequestModel)
 T = TypeVar("T")
 
+QUICK_BYTES = 64 * 1024
+"""A body up to which parsing is faster than handing it to a thread; a longer one must not hold up the event loop."""
+
 
 def codec_limits(settings: Settings) -> CodecLimits:
     """The limits of one body under these settings."""
     return CodecLimits(max_body_bytes=settings.max_body_bytes)
 
 
-async def read_model(request: Request, settings: Settings, model: type[M]) -> M:
-    """The JSON body as `model`. Raises `InvalidRequest`, `PayloadTooLarge`, `UnsupportedMediaType`."""
-    return parse_model(request, await read_body(request, codec_limits(settings)), model)
+async def read_model(request: Request, settings: Settings, model: type[M], *, absent: M | None = None) -> M:
+    """The JSON body as `model`; `absent`, if given, stands for an empty body.
+
+    Raises `InvalidRequest`, `PayloadTooLarge`, `UnsupportedMediaType`.
+    """
+    body = await read_body(request, codec_limits(settings))
+    return absent if absent is not None and not body else await parse_model(request, body, model)
 
 
-def parse_model(request: Request, body: bytes, model: type[M]) -> M:
+async def parse_model(request: Request, body: bytes, model: type[M]) -> M:
     """As `read_model`, for a body that has been read."""
     kind = media_type(request.headers.get("content-type"))
     if kind != JSON:
         raise UnsupportedMediaType(f"Content-Type {kind[:100]!r} is not read here; send {JSON}", field="Content-Type")
-    return parse_request(body, model)
+    if len(body) <= QUICK_BYTES:
+        return parse_request(body, model)
+    return await asyncio.to_thread(parse_request, body, model)
 
 
 async def numbered(
@@ -74,7 +84,7 @@ async def numbered(
 
 
 async def _note_refusal(request: Request, services: Services, principal: Principal, body: bytes, encoding: str) -> None:
-    identity = peek_identity(body, request.headers.get("content-type", ""), encoding)
+    identity = await asyncio.to_thread(peek_identity, body, request.headers.get("content-type", ""), encoding)
     if identity is None:
         return
     model_id, seq_id = identity

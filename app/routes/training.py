@@ -42,7 +42,7 @@ async def optim_step(
     """Apply the accumulated gradient with AdamW, and clear it."""
 
     async def accept(body: bytes) -> UntypedPromise:
-        parsed = parse_model(request, body, OptimStepRequest)
+        parsed = await parse_model(request, body, OptimStepRequest)
         record = await services.training.optim_step(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
@@ -56,7 +56,7 @@ async def zero_grad(
     """Clear the accumulated gradient."""
 
     async def accept(body: bytes) -> UntypedPromise:
-        parsed = parse_model(request, body, ZeroGradRequest)
+        parsed = await parse_model(request, body, ZeroGradRequest)
         record = await services.training.zero_grad(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 

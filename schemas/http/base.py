@@ -8,7 +8,7 @@ state can tell (does this model exist?).
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
 
@@ -27,6 +27,12 @@ class RequestModel(BaseModel):
     """Base of every request body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+T = TypeVar("T")
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of a request. Only its first bad item is reported: an error for each of millions would cost gigabytes."""
 
 
 class ResponseModel(BaseModel):

@@ -10,6 +10,7 @@ from schemas.http.base import (
     MAX_INT32,
     MAX_INT64,
     Identifier,
+    Items,
     Label,
     RequestModel,
     ResponseModel,
@@ -66,8 +67,8 @@ class SamplingParams(RequestModel):
     )
     seed: int | None = Field(None, ge=0, description="Any size; sample i uses a stream of its own, drawn from both.")
     stop: (
-        Annotated[list[StopString], Field(max_length=64)]
-        | Annotated[list[TokenId], Field(max_length=1024)]
+        Annotated[Items[StopString], Field(max_length=64)]
+        | Annotated[Items[TokenId], Field(max_length=1024)]
         | StopString
         | None
     ) = Field(None, description="Strings or token ids that end a sample; absent = end of sequence, [] = nothing does.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from schemas.errors import Category
-from schemas.http.base import Identifier, Label, RequestModel, ResponseModel
+from schemas.http.base import Identifier, Items, Label, RequestModel, ResponseModel
 
 
 class ClientConfigRequest(RequestModel):
@@ -58,7 +58,7 @@ class ServerCapabilitiesResponse(ResponseModel):
 class TelemetryRequest(RequestModel):
     """A batch of client events. Events are free objects: they are counted, never stored, for they may hold secrets."""
 
-    events: Annotated[list[dict[str, Any]], Field(max_length=1000)] = Field(description="The events.")
+    events: Annotated[Items[dict[str, Any]], Field(max_length=1000)] = Field(description="The events.")
     platform: str = Field("", max_length=256, description="Name of the client's operating system.")
     sdk_version: str = Field("", max_length=256, description="Version of the client.")
     session_id: Identifier = Field(description="A session, or `sessionless-{uuid}`.")

@@ -12,7 +12,7 @@ from pydantic import Field, GetJsonSchemaHandler, WithJsonSchema, model_validato
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from schemas.http.base import RequestModel, ResponseModel, TokenId
+from schemas.http.base import Items, RequestModel, ResponseModel, TokenId
 
 _NUMBERS = {"type": "array", "items": {"type": "number"}}
 _NESTED = {"type": "array", "items": {"anyOf": [{"type": "number"}, _NUMBERS]}}
@@ -24,7 +24,7 @@ class EncodedTextChunk(RequestModel):
     """A run of token ids."""
 
     type: Literal["encoded_text"] = Field("encoded_text", description="Text is the only kind of chunk here.")
-    tokens: list[TokenId] = Field(description="Token ids.")
+    tokens: Items[TokenId] = Field(description="Token ids.")
 
     @model_validator(mode="before")
     @classmethod
@@ -38,7 +38,7 @@ class EncodedTextChunk(RequestModel):
 class ModelInput(RequestModel):
     """The tokens that a model reads: `{"chunks": [...]}`, or a plain list of token ids."""
 
-    chunks: list[EncodedTextChunk] = Field(min_length=1, max_length=65536, description="Read one after the other.")
+    chunks: Items[EncodedTextChunk] = Field(min_length=1, max_length=65536, description="Read one after the other.")
 
     @model_validator(mode="before")
     @classmethod
@@ -61,11 +61,11 @@ class TensorData(RequestModel):
 
     data: NestedNumbers = Field(description="The numbers, flat or nested; of a sparse tensor only the listed ones.")
     dtype: Literal["float32", "int64"] | None = Field(None, description="Absent: as the input needs it.")
-    shape: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=8)] | None = Field(
+    shape: Annotated[Items[Annotated[int, Field(ge=0)]], Field(max_length=8)] | None = Field(
         None, description="Absent: as the list is nested. Required for a sparse tensor."
     )
-    sparse_crow_indices: list[int] | None = Field(None, description="CSR row pointers, rows + 1 of them.")
-    sparse_col_indices: list[int] | None = Field(None, description="CSR column indices, one per listed number.")
+    sparse_crow_indices: Items[int] | None = Field(None, description="CSR row pointers, rows + 1 of them.")
+    sparse_col_indices: Items[int] | None = Field(None, description="CSR column indices, one per listed number.")
 
     @model_validator(mode="before")
     @classmethod
