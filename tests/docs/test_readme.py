@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
-from tests.support.server import environment, serve
+import pytest
+
+from tests.support.server import RunningServer, environment, serve
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -18,7 +21,9 @@ def test_the_readme_has_two_commands_to_run_and_one_to_test() -> None:
     assert COMMANDS == ["make serve", "make demo", "make test"]
 
 
-def test_make_serve_and_make_demo(tmp_path: Path) -> None:
+def test_make_serve_and_make_demo(tmp_path: Path, real_server: RunningServer) -> None:
+    # The conversion of the default model, which `real_server` has been through, is not repeated.
+    shutil.copytree(real_server.data_dir / "base_models", tmp_path / "data" / "base_models")
     wrapper = tmp_path / "serve.sh"
     # `make` takes the options of the command in ARGS; the wrapper only moves them there.
     wrapper.write_text(f'#!/bin/sh\ncd "{ROOT}" && exec make --no-print-directory serve ARGS="$*"\n')
@@ -36,6 +41,20 @@ def test_make_serve_and_make_demo(tmp_path: Path) -> None:
         assert demo.returncode == 0, demo.stdout + demo.stderr
         assert "exported" in demo.stdout
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_the_python_example_runs(real_server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)\n```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    for documented, here in {
+        "http://127.0.0.1:8410": real_server.url,
+        "~/.local/share/tinsmith": str(real_server.data_dir),
+    }.items():
+        assert documented in example
+        example = example.replace(documented, here)
+    exec(compile(example, "README.md", "exec"), {})
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
 
 
 def ready_line(log: Path, seconds: float = 20) -> str:
