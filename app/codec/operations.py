@@ -104,6 +104,7 @@ def sample_operation(
         target_prompt_logprobs=None if wanted is None else _targets(wanted, prompt.size, limits),
         prompt_alt_tokens_k=request.prompt_alt_tokens_k,
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        plain_logprobs=bool(request.record_stability_info),
     )
     return ParsedSample(operation, wanted is not None and wanted.sparse_crow_indices is not None)
 

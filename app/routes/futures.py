@@ -15,10 +15,20 @@ from app.codec import proto_result_to_json
 from app.codec.forward_backward import JSON, PROTOBUF
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import read_model
-from app.services.futures import Failed, Pending, Ready
+from app.services.futures import Announced, Failed, Pending, Ready
+from app.services.paths import session_of
 from app.services.runs import session_of_scope
-from schemas.requests import CancelFutureRequest, RetrieveFutureRequest
-from schemas.responses import FailedFuture, TryAgain
+from app.services.waiting import Disconnected
+from schemas.requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+from schemas.responses import (
+    CompleteMetadata,
+    FailedFuture,
+    FutureFailed,
+    FutureFinished,
+    RetrieveFuturesResponse,
+    TryAgain,
+)
+from store.records import Completion
 
 router = APIRouter(tags=["futures"])
 
@@ -30,11 +40,13 @@ async def retrieve_future(
     """The outcome of a request, as often as it is asked for until it expires."""
     body = await read_model(request, settings, RetrieveFutureRequest)
 
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    outcome = await services.futures.retrieve(principal.project_id, body.request_id, settings.poll_hold, disconnected)
+    outcome = await services.futures.retrieve(
+        principal.project_id,
+        body.request_id,
+        settings.poll_hold,
+        _disconnection(request),
+        announce_above=settings.metadata_only_above if body.allow_metadata_only else None,
+    )
     services.housekeeping.touch(session_of_scope(outcome.record.scope))
     match outcome:
         case Pending(record):
@@ -51,8 +63,32 @@ async def retrieve_future(
                 request_id=record.request_id,
             )
             return Response(failed.model_dump_json(exclude_none=True), 200, media_type=JSON)
+        case Announced(_, size):
+            announced = CompleteMetadata(response_payload_size=size)
+            return Response(announced.model_dump_json(), 200, media_type=JSON)
         case Ready():
             return await _deliver(outcome, request.headers.get("accept", ""))
+
+
+@router.post("/retrieve_futures", operation_id="retrieve_futures")
+async def retrieve_futures(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> RetrieveFuturesResponse:
+    """Which requests of a sampling client were completed since its last look, as soon as there is one."""
+    body = await read_model(request, settings, RetrieveFuturesRequest)
+    hold = settings.poll_hold if body.timeout is None else min(body.timeout, settings.poll_hold)
+    sampler_id = body.target.sampling_session_id
+    page = await services.completions.poll(
+        principal.project_id,
+        sampler_id,
+        body.target.cloned_sampler_id,
+        body.prev_cursor,
+        body.retrieved_request_ids,
+        hold,
+        _disconnection(request),
+    )
+    services.housekeeping.touch(session_of(sampler_id))
+    return RetrieveFuturesResponse(completions=[_completion(each) for each in page.completions], cursor=page.cursor)
 
 
 @router.post("/cancel_future", operation_id="cancel_future", status_code=204)
@@ -63,6 +99,20 @@ async def cancel_future(
     body = await read_model(request, settings, CancelFutureRequest)
     await services.futures.cancel(principal.project_id, body.request_id)
     return Response(status_code=204)
+
+
+def _disconnection(request: Request) -> Disconnected:
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    return disconnected
+
+
+def _completion(completion: Completion) -> FutureFinished | FutureFailed:
+    if not completion.finished:
+        return FutureFailed(request_id=completion.request_id)
+    return FutureFinished(request_id=completion.request_id, response_payload_uncompressed_size=completion.size or 0)
 
 
 async def _deliver(outcome: Ready, accept: str) -> Response:

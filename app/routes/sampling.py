@@ -10,8 +10,13 @@ from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import codec_limits, read_model
 from app.services.paths import session_of
 from app.services.sampling import sequence_ids
-from schemas.requests import CreateSamplingSessionRequest, SampleRequest
-from schemas.responses import CreateSamplingSessionResponse, SamplerResponse, UntypedPromise
+from schemas.requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
+from schemas.responses import (
+    CreateSamplingSessionResponse,
+    JoinSamplingSessionResponse,
+    SamplerResponse,
+    UntypedPromise,
+)
 
 router = APIRouter(tags=["sampling"])
 
@@ -36,6 +41,17 @@ async def get_sampler(
     """Which weights a sampler samples."""
     sampler = await services.sampling.sampler(principal.project_id, sampler_id)
     return SamplerResponse(sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
+
+
+@router.post("/join_sampling_session", operation_id="join_sampling_session")
+async def join_sampling_session(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> JoinSamplingSessionResponse:
+    """Get a number for a copy of a sampling client."""
+    body = await read_model(request, settings, JoinSamplingSessionRequest)
+    number = await services.sampling.join(principal.project_id, body.sampling_session_id)
+    services.housekeeping.touch(session_of(body.sampling_session_id))
+    return JoinSamplingSessionResponse(client_counter=number)
 
 
 @router.post("/asample", operation_id="asample", response_model_exclude_none=True)

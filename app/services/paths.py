@@ -47,6 +47,11 @@ def sampler_id_of(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
+def sequence_id_of(scope: str, seq_id: int | None, index: int) -> str:
+    """The id of one sampled sequence: the `index`-th of request `seq_id` in a sampler's scope of the log."""
+    return f"{scope.partition(':')[2]}:{seq_id}:{index}"
+
+
 def session_of(object_id: str) -> str:
     """The session that a run id or a sampler id belongs to."""
     return object_id.rsplit(":", 2)[0]

@@ -26,19 +26,22 @@ from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
 from app.services.operations import Finished, Operations, Submission
-from app.services.paths import sampler_id_of
+from app.services.paths import sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
+from app.services.stability import Stability
 from app.services.training import request_digest
 from app.services.usage import sample_tokens
-from schemas.errors import InvalidRequest, NotFound, TinsmithError
+from schemas.errors import InvalidRequest, NotFound, TinsmithError, Unavailable
 from schemas.operations import OperationResult, Sample
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
-from store import checkpoints, samplers
+from store import checkpoints, samplers, slots
 from store.bodies import Bodies
 from store.database import Store
 from store.records import OperationRecord, SamplerRecord
 
 KIND = "sample"
+MAX_MOVES = 20
+"""How often the weights of a sampler may be replaced while one request for it is being accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,18 @@ class SamplerView:
     sampler_id: str
     base_model: str
     model_path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerWeights:
+    """What a sampler samples at one moment: a checkpoint and its folder name, or the base model (both None)."""
+
+    checkpoint_id: str | None
+    folder: str | None
+
+
+class _WeightsMoved(Exception):
+    """A sampler got other weights between the look at them and the acceptance of a request."""
 
 
 class Sampling:
@@ -61,6 +76,7 @@ class Sampling:
         models: BaseModels,
         operations: Operations,
         checkpoints: Checkpoints,
+        stability: Stability,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
@@ -68,6 +84,7 @@ class Sampling:
         self._models = models
         self._operations = operations
         self._checkpoints = checkpoints
+        self._stability = stability
         self._clock = clock
 
     async def create_session(self, project_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -114,19 +131,44 @@ class Sampling:
         record = await self._sampler(project_id, sampler_id, field="sampler_id")
         return SamplerView(record.sampler_id, record.base_model, record.model_path)
 
+    async def join(self, project_id: str, sampler_id: str) -> int:
+        """The number of one more client of a sampling session; the first is 0, and no number is given out twice.
+
+        Raises: `NotFound` (sampler), `Gone` (session).
+        """
+        sampler = await self._sampler(project_id, sampler_id, field="sampling_session_id")
+
+        async def rows(db: AsyncSession) -> int:
+            await require_active(db, project_id, sampler.session_id)
+            return await samplers.count_clone(db, sampler_id)
+
+        return await self._store.write(rows)
+
     async def sample(self, project_id: str, request: SampleRequest, limits: CodecLimits) -> OperationRecord:
-        """Accept one sample request.
+        """Accept one sample request. It keeps the weights that its sampler has at that moment to its end.
 
         Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
         """
         sampler = await self._sampler(project_id, request.sampling_session_id, field="sampling_session_id")
+        for _ in range(MAX_MOVES):
+            try:
+                return await self._sample(project_id, sampler, request, limits)
+            except _WeightsMoved:
+                continue
+        raise Unavailable("the weights of this sampler are being replaced faster than a request can be accepted")
+
+    async def _sample(
+        self, project_id: str, sampler: SamplerRecord, request: SampleRequest, limits: CodecLimits
+    ) -> OperationRecord:
         runtime = self._models.runtime(sampler.base_model)
-        folder = await self._store.read(lambda db: self._folder(db, sampler))
-        parsed, body, fingerprint = await asyncio.to_thread(_decode, request, folder, limits)
+        weights = await self._store.read(lambda db: self._sampled(db, sampler))
+        parsed, body, fingerprint = await asyncio.to_thread(_decode, request, weights.folder, limits)
         check_sample(parsed.operation, runtime.info)
 
         async def guard(db: AsyncSession) -> None:
             await require_active(db, project_id, sampler.session_id)
+            if await self._sampled(db, sampler) != weights:
+                raise _WeightsMoved
 
         return await self._operations.accept(
             Submission(
@@ -140,6 +182,8 @@ class Sampling:
                 model_id=None,
                 guard=guard,
                 finish=_finish(parsed.operation, parsed.sparse_targets),
+                checkpoint_id=weights.checkpoint_id,
+                also=self._stability.recorder(sampler.base_model, parsed.operation),
             )
         )
 
@@ -172,6 +216,7 @@ class Sampling:
             model_id=None,
             guard=guard,
             finish=_finish(operation, sparse),
+            also=self._stability.recorder(sampler.base_model, operation),
         )
         self._operations.dispatch(record, submission)
 
@@ -181,11 +226,15 @@ class Sampling:
             raise NotFound(f"no sampling session {sampler_id[:200]!r}", field=field)
         return record
 
-    async def _folder(self, db: AsyncSession, sampler: SamplerRecord) -> str | None:
-        """The folder name of a sampler's weights; None for the base model."""
-        if sampler.checkpoint_id is None:
-            return None
-        checkpoint = await checkpoints.get_readable(db, sampler.project_id, sampler.checkpoint_id)
+    async def _sampled(self, db: AsyncSession, sampler: SamplerRecord) -> SamplerWeights:
+        checkpoint_id = sampler.checkpoint_id
+        if sampler.follows_model_id is not None:
+            checkpoint_id = await slots.slot_checkpoint(db, sampler.follows_model_id)
+        elif checkpoint_id is None:
+            return SamplerWeights(None, None)
+        checkpoint = None
+        if checkpoint_id is not None:
+            checkpoint = await checkpoints.get_readable(db, sampler.project_id, checkpoint_id)
         if checkpoint is None or self._checkpoints.expired(checkpoint):
             raise NotFound(
                 f"the weights of sampling session {sampler.sampler_id!r} were deleted, replaced or made private, "
@@ -193,7 +242,7 @@ class Sampling:
                 field="sampling_session_id",
                 code="weights_deleted",
             )
-        return checkpoint.folder
+        return SamplerWeights(checkpoint.checkpoint_id, checkpoint.folder)
 
 
 def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> tuple[ParsedSample, bytes, str]:
@@ -218,4 +267,4 @@ def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult],
 
 def sequence_ids(record: OperationRecord, num_samples: int) -> list[str]:
     """One id per sample of a request, the same for every repeat of it."""
-    return [f"{record.scope.partition(':')[2]}:{record.seq_id}:{index}" for index in range(num_samples)]
+    return [sequence_id_of(record.scope, record.seq_id, index) for index in range(num_samples)]

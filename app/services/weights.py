@@ -18,7 +18,7 @@ from app.services.age_encryption import encrypt_folder, parse_recipients
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, NewCheckpoint, refuse_export
 from app.services.exports import EXPORTED_FILES
-from app.services.operations import Finished, Operations, Submission
+from app.services.operations import Finished, Operations, Rows, Submission
 from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
 from app.services.runs import Runs, model_scope, optimizer_of, optimizer_type, require_active
 from app.services.training import creation_scope, json_result, request_digest
@@ -38,9 +38,11 @@ from schemas.responses import (
     SaveWeightsResult,
 )
 from store import runs as run_rows
-from store import samplers
+from store import samplers, sessions
+from store.checkpoints import set_checkpoint_expiry
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord
+from store.slots import move_slot
 
 
 class Weights:
@@ -80,12 +82,15 @@ class Weights:
         return await self._accept_save(project_id, "save_weights", run, request, request.seq_id, new, finish)
 
     async def save_for_sampler(self, project_id: str, request: SaveWeightsForSamplerRequest) -> OperationRecord:
-        """Accept the saving of weights for sampling, named or ephemeral; `inflight` is served as a snapshot.
+        """Accept the saving of weights for sampling, named or ephemeral.
+
+        An `inflight` save moves all inflight samplers of the model, earlier ones too, to its weights; snapshots stay.
 
         Raises: as `save`.
         """
         run = await self._runs.owned(project_id, request.model_id)
         new = self._new(run, "sampler", request.path, request)
+        inflight = request.kind == "inflight"
 
         def finish_named(outcome: OperationResult) -> Finished:
             rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
@@ -99,6 +104,9 @@ class Weights:
 
             async def rows(db: AsyncSession) -> None:
                 await record(db)
+                session = await sessions.get_session(db, project_id, run.session_id)
+                if session is None or session.state != "active":  # it ended meanwhile, and its weights with it
+                    await set_checkpoint_expiry(db, new.checkpoint_id, self._clock())
                 await samplers.create_sampler(
                     db,
                     sampler_id=sampler_id,
@@ -107,16 +115,24 @@ class Weights:
                     seq_id=seq_id,
                     base_model=run.base_model,
                     model_path=None,
-                    checkpoint_id=new.checkpoint_id,
+                    checkpoint_id=None if inflight else new.checkpoint_id,
+                    follows_model_id=run.model_id if inflight else None,
                     now=self._clock(),
                 )
 
             result = SaveWeightsForSamplerResult(sampling_session_id=sampler_id)
             return json_result("save_weights_for_sampler", result, rows)
 
+        def move(record: OperationRecord, _: OperationResult) -> Rows:
+            async def rows(db: AsyncSession) -> None:
+                await move_slot(db, run.model_id, record.seq_id or 0, new.checkpoint_id, self._clock())
+
+            return rows
+
         finish = finish_ephemeral if request.path is None else finish_named
+        also = move if inflight else None
         return await self._accept_save(
-            project_id, "save_weights_for_sampler", run, request, request.seq_id, new, finish
+            project_id, "save_weights_for_sampler", run, request, request.seq_id, new, finish, also
         )
 
     async def save_external(self, project_id: str, request: SaveWeightsExternalRequest) -> OperationRecord:
@@ -174,6 +190,7 @@ class Weights:
         seq_id: int | None,
         new: NewCheckpoint,
         finish: Callable[[OperationResult], Finished],
+        also: Callable[[OperationRecord, OperationResult], Rows] | None = None,
     ) -> OperationRecord:
         run_guard = self._runs.guard(project_id, run.model_id)
 
@@ -194,6 +211,7 @@ class Weights:
                 guard=guard,
                 finish=finish,
                 cleanup=lambda: self._checkpoints.remove_folder(new.folder),
+                also=also,
             )
         )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.http.base import Identifier, RequestModel, ResponseModel
+from schemas.http.base import MAX_INT64, Identifier, Items, RequestModel, ResponseModel
 
 
 class UntypedPromise(ResponseModel):
@@ -22,6 +22,55 @@ class RetrieveFutureRequest(RequestModel):
 
     request_id: Identifier = Field(description="The future.")
     allow_metadata_only: bool = Field(False, description="A large result may be announced by its size first.")
+
+
+class SamplingSessionTarget(RequestModel):
+    """One client of a sampling session."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: Identifier = Field(description="The sampling session.")
+    cloned_sampler_id: int = Field(
+        0, ge=0, le=MAX_INT64 // 10**9, description="Which of its clients: seq_id // 1000000000 of its requests."
+    )
+
+
+class RetrieveFuturesRequest(RequestModel):
+    """Body of `retrieve_futures`."""
+
+    target: SamplingSessionTarget = Field(description="Whose requests.")
+    prev_cursor: int = Field(
+        0, ge=0, le=MAX_INT64, description="The cursor of the last answer; 0 = from the beginning."
+    )
+    timeout: float | None = Field(
+        None, ge=0, description="Seconds to wait for a completion; absent, or more than the server waits: as it does."
+    )
+    retrieved_request_ids: Annotated[Items[Identifier], Field(max_length=100_000)] = Field(
+        default_factory=list, description="Futures of this client whose results it has: the server drops them."
+    )
+
+
+class FutureFinished(ResponseModel):
+    """A future that has a result."""
+
+    state: Literal["finished"] = Field("finished", description="There is a result to fetch.")
+    request_id: str = Field(description="The future.")
+    response_payload_uncompressed_size: int = Field(description="Size of the result in bytes.")
+
+
+class FutureFailed(ResponseModel):
+    """A future that failed; `retrieve_future` tells why."""
+
+    state: Literal["failed"] = Field("failed", description="There is an error to fetch.")
+    request_id: str = Field(description="The future.")
+
+
+class RetrieveFuturesResponse(ResponseModel):
+    """Result of `retrieve_futures`."""
+
+    completions: list[Annotated[FutureFinished | FutureFailed, Field(discriminator="state")]] = Field(
+        description="What was completed behind the cursor, in order."
+    )
+    cursor: int = Field(description="What to send as prev_cursor next.")
 
 
 class CancelFutureRequest(RequestModel):

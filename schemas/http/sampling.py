@@ -51,6 +51,23 @@ class CreateSamplingSessionResponse(ResponseModel):
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
+class JoinSamplingSessionRequest(RequestModel):
+    """Body of `join_sampling_session`: a copy of a sampling client, in another process perhaps."""
+
+    sampling_session_id: Identifier = Field(description="The sampling session.")
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(ResponseModel):
+    """Result of `join_sampling_session`."""
+
+    client_counter: int = Field(
+        description="Number of this client in the sampling session; the first client is 0. Its requests are numbered "
+        "from client_counter * 1000000000."
+    )
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
 class SamplerResponse(ResponseModel):
     """Result of `samplers/{id}`."""
 
@@ -110,7 +127,7 @@ class SampleRequest(RequestModel):
         None, ge=1, description="Score only the last n tokens of the prompt, at most L-1; needs prompt_logprobs."
     )
     record_stability_info: bool | None = Field(
-        False, description="Must be false: the loss that would need it (stable_reinforce) is not offered."
+        False, description="Remember how likely the drawn tokens were, for losses that ask for it by sequence id."
     )
     type: Literal["sample"] = "sample"
 
@@ -124,13 +141,6 @@ class SampleRequest(RequestModel):
                         f"{name} is not read here: name it in create_sampling_session, "
                         "and give the sampling_session_id that it returns"
                     )
-        return value
-
-    @field_validator("record_stability_info")
-    @classmethod
-    def _no_stability_info(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("must be false: stable_reinforce is not offered, train with importance_sampling instead")
         return value
 
     @model_validator(mode="after")

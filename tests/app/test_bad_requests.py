@@ -22,7 +22,7 @@ IMAGE = {"type": "image", "data": "iVBORw==", "format": "png"}
 
 TRAINING: list[tuple[str, dict[str, Any], str]] = [
     ("forward_backward", {"data": DATA, "loss_fn": "no_such"}, "loss_fn"),
-    ("forward_backward", {"data": DATA, "loss_fn": "stable_reinforce"}, "loss_fn"),
+    ("forward_backward", {"data": DATA, "loss_fn": "stable_reinforce"}, "data[0].loss_fn_inputs"),
     ("forward_backward", {"data": [], **CE}, "data"),
     ("forward_backward", {"data": "text", **CE}, "data"),
     ("forward_backward", {"data": [datum(5, 300)], **CE}, "data[0].loss_fn_inputs.target_tokens"),
@@ -103,7 +103,6 @@ SAMPLES: list[tuple[dict[str, Any], str]] = [
     ({"sampling_params": {"presence_penalty": 1.0}}, "sampling_params.presence_penalty"),
     ({"topk_prompt_logprobs": 260, "prompt_logprobs": True}, "topk_prompt_logprobs"),
     ({"target_prompt_logprobs": {"data": [5, 6], "dtype": "int64", "shape": [2, 1]}}, "target_prompt_logprobs"),
-    ({"record_stability_info": True}, "record_stability_info"),
 ]
 
 

@@ -53,7 +53,7 @@ async def test_a_hundred_waiters_are_woken_at_once(api: Api) -> None:
     answers = await asyncio.gather(*polls)
     assert {answer.status_code for answer in answers} == {200}
     assert time.monotonic() - began < 4, "woken, not timed out: a poll is held for 5 seconds"
-    assert api.edge.app.state.services.futures._waiters == {}
+    assert api.edge.app.state.services.futures._waiters.empty
 
 
 async def test_a_poll_ends_when_its_client_goes_away(api: Api) -> None:
@@ -64,7 +64,7 @@ async def test_a_poll_ends_when_its_client_goes_away(api: Api) -> None:
     async with asyncio.timeout(2):
         outcome = await services.futures.retrieve(project_id, step, 30.0, _nothing)
     assert isinstance(outcome, Pending)
-    assert services.futures._waiters == {}
+    assert services.futures._waiters.empty
 
 
 async def test_an_outcome_that_cannot_be_written_is_written_later(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,7 +276,6 @@ def test_seed_of_any_size_and_top_k_off() -> None:
         ({"num_samples": 0}, "num_samples"),
         ({"num_samples": 10**6}, "num_samples"),
         ({"seq_id": -1}, "seq_id"),
-        ({"record_stability_info": True}, "stable_reinforce"),
         ({"prompt_logprobs_last_n": 1}, "prompt_logprobs"),
         ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "can be scored"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
