@@ -112,11 +112,12 @@ def matrix_sign(x: Tensor) -> Tensor:
     leave singular values of 0.7 to 1.2.
     """
     if x.shape[-2] > x.shape[-1]:
-        return matrix_sign(x.mT).mT
+        return matrix_sign(x.mT).transpose(-2, -1)
     values, vectors = torch.linalg.eigh(x @ x.mT)
     used = values > _SMALLEST**2 * values[..., -1:]
     inverse = torch.where(used, values, 1.0).rsqrt() * used
-    return (vectors * inverse.unsqueeze(-2)) @ (vectors.mT @ x)
+    sign: Tensor = (vectors * inverse.unsqueeze(-2)) @ (vectors.mT @ x)
+    return sign
 
 
 def _by_shape(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -9,24 +9,14 @@ validating inputs (`torch_engine/validation.py`) or for logprobs (`torch_engine/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engines.loss_term import Config, Inputs, LossTerm
+from engines.stable_reinforce import stable_reinforce
 from schemas.errors import InvalidRequest
 from schemas.losses import LOSSES
-
-Inputs = Mapping[str, Tensor]
-Config = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class LossTerm:
-    """Loss of one datum: `loss` scalar, differentiable in lp; `clipped` bool [N], where clipping held, if any."""
-
-    loss: Tensor
-    clipped: Tensor | None = None
 
 
 def cross_entropy(lp: Tensor, inputs: Inputs, config: Config) -> LossTerm:
@@ -120,6 +110,7 @@ LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
     "cispo": cispo,
     "dro": dro,
     "gspo": gspo,
+    "stable_reinforce": stable_reinforce,
 }
 
 

@@ -34,6 +34,7 @@ LOSSES: Mapping[str, LossSignature] = {
         _CLIP_TENSORS,
         {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
     ),
+    "stable_reinforce": LossSignature(_POLICY, frozenset(), {"kl_coeff": 0.0}),
 }
 
 INTEGER_INPUTS = frozenset({"target_tokens"})

@@ -20,7 +20,6 @@ from schemas.operations import Datum, Int64, TrainBatch
 MAX_TOKEN_ID = 2**31 - 1
 
 _HINTS = {
-    "stable_reinforce": "its formula is not public; train with importance_sampling or ppo instead",
     "custom": "forward_backward_custom of the SDK runs a custom loss in the client, which needs nothing of the server",
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -15,11 +15,13 @@ from google.protobuf.message import DecodeError
 from app.codec.batch import build_batch, check_count, checked_config, checked_tokens
 from app.codec.json_text import parse_request
 from app.codec.limits import CodecLimits
+from app.codec.provenance import ProvenanceSpan, SampledRun, sampled_runs
 from app.codec.tensors import CellBudget, tensor_from_json, tensor_from_proto
 from schemas.errors import InvalidRequest, UnsupportedMediaType
 from schemas.http.base import is_identifier
 from schemas.http.training import Datum as JsonDatum
 from schemas.http.training import ForwardBackwardRequest
+from schemas.http.training import ProvenanceSpan as JsonSpan
 from schemas.operations import Datum, Int64, TrainBatch
 from schemas.proto import tinker_public_pb2 as pb
 
@@ -35,6 +37,8 @@ class ParsedForwardBackward:
     seq_id: int | None
     batch: TrainBatch
     forward_only: bool
+    sampled: tuple[tuple[SampledRun, ...], ...] = ()
+    """For a loss that compares with the sampler: which targets of each datum were sampled, where it says so."""
 
 
 def decode_forward_backward(
@@ -87,7 +91,10 @@ def _from_proto(body: bytes, limits: CodecLimits, forward: bool) -> ParsedForwar
     datums = [_proto_datum(datum, f"data[{i}]", limits, budget) for i, datum in enumerate(message.data)]
     forward_only = forward or message.forward_only
     batch = build_batch(message.model_id, datums, message.loss_fn, config, forward_only=forward_only)
-    return ParsedForwardBackward(message.model_id, message.seq_id or None, batch, forward_only)
+    spans = [(_proto_spans(datum.model_input_spans), _proto_spans(datum.loss_fn_input_spans)) for datum in message.data]
+    return ParsedForwardBackward(
+        message.model_id, message.seq_id or None, batch, forward_only, _sampled_runs(batch, spans)
+    )
 
 
 def _refuse_unknown_fields(message: Any) -> None:
@@ -117,14 +124,37 @@ def _proto_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def _proto_datum(datum: pb.Datum, where: str, limits: CodecLimits, budget: CellBudget) -> Datum:
-    # Provenance spans are read by stable_reinforce only, which is refused by name; for every other loss they are a
-    # record of where the tokens came from that changes no number, so they are accepted and not looked at.
     tokens = checked_tokens(_proto_tokens(datum.model_input, where), f"{where}.model_input", limits)
     inputs = {
         name: tensor_from_proto(tensor, f"{where}.loss_fn_inputs.{name[:64]}", budget)
         for name, tensor in datum.loss_fn_inputs.items()
     }
     return Datum(tokens, inputs)
+
+
+def _sampled_runs(
+    batch: TrainBatch, spans: Sequence[tuple[list[ProvenanceSpan], list[ProvenanceSpan]]]
+) -> tuple[tuple[SampledRun, ...], ...]:
+    """For `stable_reinforce`; to every other loss spans are a record of where the tokens came from that changes no
+    number, so they are accepted and not looked at."""
+    if batch.loss_fn != "stable_reinforce" or not any(one or other for one, other in spans):
+        return ()
+    datums = enumerate(zip(batch.datums, spans, strict=True))
+    return tuple(sampled_runs(*pair, datum.tokens.size, f"data[{i}]") for i, (datum, pair) in datums)
+
+
+def _proto_spans(spans: Sequence[pb.ProvenanceSpan]) -> list[ProvenanceSpan]:
+    read = []
+    for span in spans:
+        sampled = span.WhichOneof("span") == "sampled_tokens"
+        arm = span.sampled_tokens if sampled else span.prompt_tokens
+        kind: Literal["sampled_tokens", "prompt_tokens"] = "sampled_tokens" if sampled else "prompt_tokens"
+        read.append(ProvenanceSpan(kind, arm.sequence_id, arm.offset, arm.length))
+    return read
+
+
+def _json_spans(spans: Sequence[JsonSpan] | None) -> list[ProvenanceSpan]:
+    return [ProvenanceSpan(span.type, span.sequence_id, span.offset, span.length) for span in spans or ()]
 
 
 def _proto_tokens(chunks: Sequence[pb.Chunk], where: str) -> Int64:
@@ -160,7 +190,8 @@ def _from_json(body: bytes, limits: CodecLimits, forward: bool) -> ParsedForward
     budget = CellBudget(limits.max_tensor_cells)
     datums = [_json_datum(datum, f"data[{i}]", limits, budget) for i, datum in enumerate(data)]
     batch = build_batch(request.model_id, datums, loss_fn, config, forward_only=forward_only)
-    return ParsedForwardBackward(request.model_id, request.seq_id, batch, forward_only)
+    spans = [(_json_spans(datum.model_input_spans), _json_spans(datum.loss_fn_input_spans)) for datum in data]
+    return ParsedForwardBackward(request.model_id, request.seq_id, batch, forward_only, _sampled_runs(batch, spans))
 
 
 def _json_datum(datum: JsonDatum, where: str, limits: CodecLimits, budget: CellBudget) -> Datum:

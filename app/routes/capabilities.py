@@ -9,6 +9,11 @@ from schemas.responses import ServerCapabilitiesResponse, SupportedModel
 
 router = APIRouter(tags=["server"])
 
+NOTES = (
+    "stable_reinforce is an objective of this server: the hosted service's formula is not public; see docs/losses.md",
+    "dimuon is an optimizer of this server: the hosted service's algorithm is not public; see docs/optimizers.md",
+)
+
 
 @router.get("/get_server_capabilities", operation_id="get_server_capabilities")
 async def get_server_capabilities(services: ServicesDep) -> ServerCapabilitiesResponse:
@@ -18,4 +23,4 @@ async def get_server_capabilities(services: ServicesDep) -> ServerCapabilitiesRe
         usable = runtime.state != "failed"
         length = runtime.info.context_length if runtime.info is not None else None
         models.append(SupportedModel(model_name=name, max_context_length=length, trainable=usable, sampleable=usable))
-    return ServerCapabilitiesResponse(supported_models=models)
+    return ServerCapabilitiesResponse(supported_models=models, notes=list(NOTES))

@@ -39,7 +39,7 @@ async def forward(
 async def optim_step(
     request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
 ) -> UntypedPromise:
-    """Apply the accumulated gradient with AdamW, and clear it."""
+    """Apply the accumulated gradient with the optimizer of the model, and clear it."""
 
     async def accept(body: bytes) -> UntypedPromise:
         parsed = await parse_model(request, body, OptimStepRequest)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from engines.base import BaseEngine
 from engines.lora import AdapterWeights, Router, attach, check_fits, init_adapter, linear_families, resolve_targets
-from engines.losses import LossTerm, datum_metrics, merge_metrics, resolve_loss
+from engines.loss_term import LossTerm
+from engines.losses import datum_metrics, merge_metrics, resolve_loss
 from engines.peft_format import read_adapter, write_adapter
 from engines.torch_engine.adapter import AdapterState, Gradient
 from engines.torch_engine.head import OutputHead

@@ -53,6 +53,7 @@ class ServerCapabilitiesResponse(ResponseModel):
     """Result of `get_server_capabilities`."""
 
     supported_models: list[SupportedModel] = Field(description="Every base model that this server was started with.")
+    notes: list[str] = Field(description="Where this server, for good reasons, is not the hosted service.")
 
 
 class TelemetryRequest(RequestModel):

@@ -9,11 +9,23 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from schemas.http.base import SEQ_ID_TEXT, Identifier, Items, RequestModel, ResponseModel, SeqId
+from schemas.http.base import MAX_INT32, SEQ_ID_TEXT, Identifier, Items, RequestModel, ResponseModel, SeqId
 from schemas.http.tensors import ModelInput, TensorData, TensorDataResult
 
 MAX_STEP_SIZE = 1000.0
 """Bound of learning rate and weight decay: far above use, far below what overflows float32 weights."""
+
+
+class ProvenanceSpan(RequestModel):
+    """A run of positions that are tokens of a sampled sequence, or of the prompt that it was sampled from."""
+
+    type: Literal["prompt_tokens", "sampled_tokens"] = Field(description="Of the prompt, or of what was sampled.")
+    sequence_id: str = Field(min_length=1, max_length=512, description="The sampled sequence.")
+    offset: int = Field(0, ge=0, le=MAX_INT32, description="Where the run begins in it.")
+    length: int = Field(ge=0, le=MAX_INT32, description="Tokens of the run.")
+
+
+Spans = Annotated[Items[ProvenanceSpan], Field(max_length=4096)]
 
 
 class Datum(RequestModel):
@@ -23,6 +35,11 @@ class Datum(RequestModel):
     loss_fn_inputs: dict[str, TensorData] = Field(
         description="The tensors of the loss, each with first dimension N.", max_length=64
     )
+    model_input_spans: Spans | None = Field(
+        None,
+        description="Where the tokens of the input come from: runs that cover all of it. Read by stable_reinforce.",
+    )
+    loss_fn_input_spans: Spans | None = Field(None, description="The same for target_tokens; both lists or none.")
 
 
 Data = Annotated[Items[Datum], Field(min_length=1)]

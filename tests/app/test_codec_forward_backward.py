@@ -186,10 +186,25 @@ def _json_body(inputs: dict[str, Any], loss_fn: str = "cross_entropy", **more: A
     return orjson.dumps({"model_id": RUN, "data": data, "loss_fn": loss_fn, **more})
 
 
+def _spans(targets: list[tuple[str, int]], inputs: list[tuple[str, int]] | None = None) -> bytes:
+    """A body of stable_reinforce with these runs over its three positions."""
+
+    def listed(runs: list[tuple[str, int]]) -> list[dict[str, Any]]:
+        return [{"type": kind, "sequence_id": "s", "length": length} for kind, length in runs]
+
+    body = orjson.loads(_json_body(POLICY, "stable_reinforce"))
+    body["data"][0] |= {"loss_fn_input_spans": listed(targets), "model_input_spans": listed(inputs or targets)}
+    return orjson.dumps(body)
+
+
 @pytest.mark.parametrize(
     ("body", "field", "said"),
     [
-        (_json_body(POLICY, "stable_reinforce"), "loss_fn", "importance_sampling"),
+        (_json_body(POLICY, "stable_reinforce", loss_fn_config={"beta": 1}), "loss_fn_config.beta", "kl_coeff"),
+        (_spans([("prompt_tokens", 1), ("sampled_tokens", 1)]), "data[0].model_input_spans", "all 3"),
+        (_spans([("sampled_tokens", 2)], [("prompt_tokens", 3)]), "data[0].loss_fn_input_spans", "all 3"),
+        (_spans([("model_tokens", 3)]), "data[0].model_input_spans", "sampled_tokens"),
+        (_spans([("sampled_tokens", -3)]), "data[0].model_input_spans", "length"),
         (_json_body(POLICY, "grpo"), "loss_fn", "cross_entropy"),
         (_json_body(POLICY, "ppo", loss_fn_config={"clip": 1.0}), "loss_fn_config.clip", "clip_high_threshold"),
         (_json_body(POLICY, "ppo", loss_fn_config={"clip_low_threshold": "0.8"}), "loss_fn_config", "number"),

@@ -114,7 +114,7 @@ def test_the_direction_descends() -> None:
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 def optimizer_of(rank: int, **settings: float) -> tuple[Dimuon, Tensor, Tensor]:
     down, up = random(rank, 24).requires_grad_(True), random(16, rank, seed=1).requires_grad_(True)
-    return Dimuon([(down, up)], **settings), down, up  # type: ignore[arg-type]
+    return Dimuon([(down, up)], **settings), down, up
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8])

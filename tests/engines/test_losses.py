@@ -45,6 +45,7 @@ CLOSED: dict[str, Callable[[], float]] = {
     "cispo": lambda: float(-(np.clip(R, 0.0, 4.0) * LP * A).sum()),
     "dro": lambda: float(-(LP * A - 0.025 * (LP - Q) ** 2).sum()),
     "gspo": lambda: ppo_closed(S, 1 - 3e-4, 1 + 4e-4),
+    "stable_reinforce": lambda: float(-(np.minimum(R, 2.0) * LP * A).sum()),
 }
 
 
@@ -65,6 +66,8 @@ def surrogate(loss: str) -> Callable[[np.ndarray], float]:
         return lambda lp: float(-(np.clip(R, 0.0, 4.0) * lp * A).sum())
     if loss == "gspo":
         return lambda lp: ppo_closed(S * np.exp(lp - LP), 1 - 3e-4, 1 + 4e-4)
+    if loss == "stable_reinforce":
+        return lambda lp: float(-(np.minimum(R, 2.0) * lp * A).sum())
     return {
         "cross_entropy": lambda lp: float(-(W * lp).sum()),
         "importance_sampling": lambda lp: float(-(np.exp(lp - Q) * A).sum()),
@@ -173,7 +176,7 @@ def test_metric_names(loss: str) -> None:
     gap = {"logprob_gap_abs:mean", "logprob_gap_abs:max", "ratio:mean", "kl_sample_train:mean"}
     clip = {"clip_fraction:mean"}
     expected = {"loss:sum"} | (gap if loss != "cross_entropy" else set())
-    assert names == expected | (clip if loss in ("ppo", "cispo", "gspo") else set())
+    assert names == expected | (clip if loss in ("ppo", "cispo", "gspo", "stable_reinforce") else set())
 
 
 def test_merging_is_independent_of_chunking() -> None:

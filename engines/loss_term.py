@@ -1,0 +1,19 @@
+"""What every loss takes and returns. Not responsible for any formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """Loss of one datum: `loss` scalar, differentiable in lp; `clipped` bool [N], where clipping held, if any."""
+
+    loss: Tensor
+    clipped: Tensor | None = None
