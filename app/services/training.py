@@ -255,10 +255,11 @@ def _check_optimizer(request: OptimStepRequest, operation: OptimStep, optimizer:
     given: OptimizerType = "dimuon" if isinstance(operation.params, DimuonStepParams) else "adamw"
     if given == optimizer:
         return
+    field = "optimizer_params.type" if request.given_in == "optimizer_params" else "adam_params"
     accepted = "adam_params" if optimizer == "adamw" else 'optimizer_params {"type": "dimuon", "learning_rate": ...}'
     raise InvalidRequest(
-        f"{request.given_in} is of {given}, but the optimizer of this model is {optimizer}; accepted: {accepted}",
-        field=request.given_in,
+        f"{field} is of {given}, but the optimizer of this model is {optimizer}; accepted: {accepted}",
+        field=field,
     )
 
 

@@ -96,7 +96,7 @@ async def test_dimuon_parameters_on_an_adamw_model_are_refused(api: Api) -> None
     model = await api.model()
     answer = await api.post("optim_step", model_id=model, optimizer_params=STEP)
     assert answer.status_code == 400
-    assert answer.json()["error"]["field"] == "optimizer_params"
+    assert answer.json()["error"]["field"] == "optimizer_params.type"
     assert "adam_params" in answer.json()["detail"]
 
 
