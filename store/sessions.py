@@ -96,8 +96,8 @@ async def search_sessions(
     if session_id is not None:
         either.append(Session.session_id == session_id)
     if words:
-        name = func.lower(Session.display_name)
-        either.append(and_(*(name.contains(word.lower(), autoescape=True) for word in words)))
+        shown = func.lower(Session.display_name)
+        either.append(and_(*(shown.contains(word.lower(), autoescape=True) for word in words)))
     if either:
         wanted.append(or_(*either))
     for name, value in (user_metadata or {}).items():

@@ -10,7 +10,7 @@ from app.dependencies import PrincipalDep, ServicesDep
 from app.services.tokens import user_urn
 from app.services.usage import GIGABYTE, HOUR, UsageRow
 from schemas.errors import NotFound
-from schemas.http.billing import Rfc3339
+from schemas.http.base import Rfc3339
 from schemas.responses import (
     BillingUsageEvent,
     BillingUsageResponse,

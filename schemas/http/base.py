@@ -10,7 +10,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+)
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -120,6 +129,18 @@ SessionCounter = Annotated[int, Field(ge=0, le=MAX_INT64)]
 """A counter within a session (of models, of sampling sessions), from 0."""
 
 TtlSeconds = Annotated[int, Field(ge=MIN_TTL_SECONDS, le=MAX_TTL_SECONDS)]
+
+_TIME = re.compile(r"\d{4}-\d{2}-\d{2}[Tt]\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?([Zz]|[+-]\d{2}:\d{2})")
+
+
+def _check_time(value: object) -> object:
+    if not isinstance(value, str) or not _TIME.fullmatch(value):
+        raise ValueError(f"{str(value)[:40]!r} is not a time with a zone, as 2026-07-13T00:00:00Z is")
+    return value
+
+
+Rfc3339 = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_check_time)]
+"""A time as text: no bare number, no date without time, no time without zone."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 

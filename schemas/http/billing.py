@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BeforeValidator, Field
+from pydantic import AwareDatetime, Field
 
 from schemas.http.base import ResponseModel
-
-_TIME = re.compile(r"\d{4}-\d{2}-\d{2}[Tt]\d{2}:\d{2}(:\d{2}(\.\d+)?)?([Zz]|[+-]\d{2}:\d{2})")
-
-
-def _check_time(value: object) -> object:
-    if isinstance(value, str) and not _TIME.fullmatch(value):
-        raise ValueError(f"{value[:40]!r} is not a time with a zone, as 2026-07-13T00:00:00Z is")
-    return value
-
-
-Rfc3339 = Annotated[AwareDatetime, BeforeValidator(_check_time)]
-"""A time in the query of a URL: no bare number, no date without time, no time without zone."""
 
 
 class TrainingUsage(ResponseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from schemas.http.base import Identifier, Items, Label, RequestModel, ResponseModel, UserMetadata
+from schemas.http.base import Identifier, Items, Label, RequestModel, ResponseModel, Rfc3339, UserMetadata
 
 
 class CreateSessionRequest(RequestModel):
@@ -115,7 +115,7 @@ class FinishedStatusQuery(RequestModel):
 class SessionSearchCursor(RequestModel):
     """Where a page of a search begins: what the page before gave as `next_cursor`."""
 
-    last_created_at: AwareDatetime = Field(description="Creation of the last session of the page before.")
+    last_created_at: Rfc3339 = Field(description="Creation of the last session of the page before.")
     last_session_id: str = Field(max_length=256, description="The last session of the page before.")
 
 
