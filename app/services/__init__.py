@@ -118,9 +118,11 @@ class Services:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
         self.operations.stopping()
+        await self.models.stop(grace)
+        await self.operations.retry_unsettled()
+        # Polls are held until here: a client whose polls return at once asks hundreds of times a second.
         self.futures.wake_all()
         self.completions.close()
-        await self.models.stop(grace)
 
     async def close_session(self, session_id: str) -> None:
         """A session is over (the caller updated its row): close its runs, free its adapters, drop its samples."""

@@ -73,7 +73,10 @@ class Exports:
             raise NotFound("these files were deleted")
         names = files_of(record) if name == ARCHIVE else (name,)
         folder = self._folder_path(record.folder)
-        return Download({each: folder / each for each in names}, name == ARCHIVE, record.created_at)
+        files = {each: folder / each for each in names}
+        if not all(path.is_file() for path in files.values()):
+            raise NotFound("these files are gone from the server's disk")
+        return Download(files, name == ARCHIVE, record.created_at)
 
 
 def files_of(record: CheckpointRecord) -> Sequence[str]:

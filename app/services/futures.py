@@ -6,6 +6,7 @@ outcomes (`operations.py`), for lists of them (`completions.py`) or for HTTP sha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,8 @@ from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
 from store.records import BodyRef, OperationRecord
+
+logger = logging.getLogger(__name__)
 
 MOST_ANNOUNCED = 10_000
 """Results whose size was told and that were not fetched yet, remembered at once."""
@@ -163,7 +166,17 @@ class Futures:
     async def _ready(self, record: OperationRecord) -> Ready:
         if record.result is None or record.content_type is None:
             raise Gone(f"the result of {record.request_id!r} has expired", field="request_id")
-        return Ready(record, await self._bodies.get(record.result), record.content_type)
+        try:
+            data = await self._bodies.get(record.result)
+        except (TinsmithError, OSError) as error:
+            # Not a 5xx: the SDK would ask again for ever, without a pause.
+            logger.exception("the stored result of %s (%s) cannot be read", record.request_id, record.kind)
+            raise Gone(
+                f"the result of {record.request_id!r} cannot be read back from the server's disk",
+                field="request_id",
+                code="result_lost",
+            ) from error
+        return Ready(record, data, record.content_type)
 
 
 def _size(record: OperationRecord) -> int:

@@ -112,7 +112,7 @@ class Operations:
         self._started: dict[str, datetime] = {}
         """When operations that a runtime has began to run, the last time if it had to begin again."""
         self._stopping = False
-        self._unsettled: dict[str, tuple[Submission, TinsmithError]] = {}
+        self._unsettled: dict[str, tuple[OperationRecord, Submission, OperationResult | TinsmithError]] = {}
 
     def stopping(self) -> None:
         """The server is about to stop: samples that are not done stay in the log and run again after the restart."""
@@ -172,9 +172,7 @@ class Operations:
 
         async def load() -> Operation:
             self._started[record.request_id] = self._clock()
-            data = await self._bodies.get(record.body)
-            operation = await asyncio.to_thread(decode_operation, record.kind, data)
-            return with_folder(operation, self._folder_path)
+            return with_folder(await self._read_back(record), self._folder_path)
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
             await self._settle(record, submission, outcome)
@@ -194,6 +192,14 @@ class Operations:
                 done=done,
             )
         )
+
+    async def _read_back(self, record: OperationRecord) -> Operation:
+        try:
+            data = await self._bodies.get(record.body)
+            return await asyncio.to_thread(decode_operation, record.kind, data)
+        except Exception as error:
+            logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
+            raise unreadable() from error
 
     def queue_state(self, request_id: str) -> QueueState:
         """Why a pending operation is not done yet, in words for its client."""
@@ -232,10 +238,8 @@ class Operations:
 
     async def retry_unsettled(self) -> None:
         """Try again to write outcomes that the store could not take (disk full, for example)."""
-        for request_id, (submission, error) in list(self._unsettled.items()):
-            if await self._write_failure(request_id, submission, error):
-                self._unsettled.pop(request_id, None)
-                self._close(request_id)
+        for record, submission, outcome in list(self._unsettled.values()):
+            await self._settle(record, submission, outcome)
 
     async def _settle(
         self, record: OperationRecord, submission: Submission, outcome: OperationResult | TinsmithError
@@ -243,13 +247,19 @@ class Operations:
         request_id = record.request_id
         if self._stopping and submission.model_id is None and isinstance(outcome, Unavailable):
             return
-        if isinstance(outcome, TinsmithError):
-            error: TinsmithError | None = outcome
-        else:
-            error = await self._write_result(record, submission, outcome)
-        if error is not None and not await self._write_failure(request_id, submission, error):
-            self._unsettled[request_id] = (submission, error)
+        try:
+            error = (
+                outcome if isinstance(outcome, TinsmithError) else await self._write_result(record, submission, outcome)
+            )
+        except Unavailable:
+            # The work is done and must not be told to have failed, or its client would do it twice.
+            logger.warning("the result of %s (%s) is written later: the store cannot take it", request_id, record.kind)
+            self._unsettled[request_id] = (record, submission, outcome)
             return
+        if error is not None and not await self._write_failure(request_id, submission, error):
+            self._unsettled[request_id] = (record, submission, error)
+            return
+        self._unsettled.pop(request_id, None)
         if error is None and submission.settled is not None:
             submission.settled()
         self._close(request_id)
@@ -262,13 +272,19 @@ class Operations:
     async def _write_result(
         self, record: OperationRecord, submission: Submission, outcome: OperationResult
     ) -> TinsmithError | None:
-        """Write a result; returns the error to record instead when that is not possible."""
+        """Write a result; returns the error to record instead when that can never be done.
+
+        Raises `Unavailable` if the store cannot take it now.
+        """
         request_id = record.request_id
         stored: Body = b""
         try:
             finished = await asyncio.to_thread(_finished, submission, record, outcome)
             stored = await self._bodies.put(request_id, "result", finished.data)
             await self._store.write(self._finish_rows(request_id, submission, finished, stored))
+        except Unavailable:
+            await self._bodies.delete([stored])
+            raise
         except TinsmithError as error:
             await self._bodies.delete([stored])
             return error
@@ -328,6 +344,15 @@ def _finished(submission: Submission, record: OperationRecord, outcome: Operatio
         await also(db)
 
     return replace(finished, rows=both)
+
+
+def unreadable() -> EngineFailure:
+    """The error of a request whose stored form is damaged or gone."""
+    return EngineFailure(
+        "the server cannot read this request back from its disk",
+        hint="send it again, with a new seq_id",
+        code="damaged_body",
+    )
 
 
 async def next_seq(db: AsyncSession, scope: str) -> int:

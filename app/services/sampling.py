@@ -7,6 +7,7 @@ tokens (engines) or for batching (`workers/runtime.py`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,7 +26,7 @@ from app.codec import (
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
-from app.services.operations import Finished, Operations, Submission
+from app.services.operations import Finished, Operations, Submission, unreadable
 from app.services.paths import sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
 from app.services.stability import Stability
@@ -38,6 +39,8 @@ from store import checkpoints, samplers, slots
 from store.bodies import Bodies
 from store.database import Store
 from store.records import OperationRecord, SamplerRecord
+
+logger = logging.getLogger(__name__)
 
 KIND = "sample"
 MAX_MOVES = 20
@@ -193,13 +196,10 @@ class Sampling:
         try:
             sampler = await self._sampler(record.project_id, sampler_id, field="sampling_session_id")
             runtime = self._models.runtime(sampler.base_model)
-            body = await self._bodies.get(record.body)
+            body, operation = await self._read_back(record)
         except TinsmithError as error:
             await self._operations.fail_now([record.request_id], error)
             return
-        operation = decode_operation(KIND, body)
-        if not isinstance(operation, Sample):
-            raise TypeError(f"{record.request_id} is logged as a sample, but holds a {type(operation).__name__}")
         sparse = bool(decode_context(KIND, body).get("sparse_targets"))
 
         async def guard(db: AsyncSession) -> None:
@@ -219,6 +219,18 @@ class Sampling:
             also=self._stability.recorder(sampler.base_model, operation),
         )
         self._operations.dispatch(record, submission)
+
+    async def _read_back(self, record: OperationRecord) -> tuple[bytes, Sample]:
+        """A stored sample. Whatever is wrong is a `TinsmithError`: it must not keep the server from starting."""
+        try:
+            body = await self._bodies.get(record.body)
+            operation = decode_operation(KIND, body)
+            if not isinstance(operation, Sample):
+                raise TypeError(f"{record.request_id} is logged as a sample, but holds a {type(operation).__name__}")
+        except Exception as error:
+            logger.exception("the stored sample %s cannot be read back", record.request_id)
+            raise unreadable() from error
+        return body, operation
 
     async def _sampler(self, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
         record = await self._store.read(lambda db: samplers.get_sampler(db, project_id, sampler_id))

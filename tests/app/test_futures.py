@@ -82,7 +82,7 @@ async def test_an_outcome_that_cannot_be_written_is_written_later(api: Api, monk
             while len(services.operations._unsettled) < 2:  # noqa: ASYNC110 (written in the background)
                 await asyncio.sleep(0.02)
     await services.housekeeping.sweep()
-    assert (await api.result(step))["error"] == "the disk is full"
+    assert "error" not in await api.result(step), "it was done, and must not be done again"
     await api.train(model)
 
 
