@@ -17,7 +17,8 @@ from app.settings import Settings
 from schemas.responses import ExternalWeightsUrls
 
 router = APIRouter(tags=["exports"])
-BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+BYTES = {"application/octet-stream": BINARY}
 
 files = APIRouter(tags=["exports"])
 """Needs no key: the address is the permission."""
@@ -69,7 +70,7 @@ async def checkpoint_archive(
     operation_id="download_file",
     response_class=Response,
     responses={
-        200: {"content": BYTES, "description": "The file."},
+        200: {"content": {**BYTES, "application/x-tar": BINARY}, "description": "The file, or the archive."},
         206: {"content": BYTES, "description": "The range that was asked for."},
     },
 )
@@ -80,7 +81,7 @@ async def download_file(
     signature: Annotated[str, Query(max_length=128)],
     services: ServicesDep,
 ) -> Response:
-    """One exported file or archive, by the address that the server gave. Files can be had in ranges."""
+    """One exported file or archive, by the address that the server gave. A file can be had in ranges."""
     found = await services.exports.download(checkpoint_id, name, expires, signature)
     if not found.is_archive:
         return FileResponse(found.files[name], media_type="application/octet-stream", filename=name)

@@ -34,7 +34,8 @@ def parse_recipients(texts: Sequence[str]) -> tuple[Recipient, ...]:
 def encrypt_folder(folder: Path, names: Sequence[str], recipients: Sequence[Recipient]) -> int:
     """Replace the content of `folder` by `{name}.age` of each of `names`; every other file in it is removed.
 
-    Blocks. A crash in between leaves a folder that no checkpoint names, which is swept at the next start.
+    Blocks. Plain files go only when all are encrypted, and doing it again changes nothing. A crash in between leaves a
+    folder that no checkpoint names, which is swept at the next start.
 
     Returns:
         The size of the encrypted files in bytes.
@@ -43,8 +44,10 @@ def encrypt_folder(folder: Path, names: Sequence[str], recipients: Sequence[Reci
         OSError: a file cannot be read or written.
     """
     for name in names:
+        if not (folder / name).exists():
+            continue
         target = folder / f"{name}{SUFFIX}"
-        with (folder / name).open("rb") as plain, target.open("xb") as encrypted:
+        with (folder / name).open("rb") as plain, target.open("wb") as encrypted:
             # Not encrypt_file: that one holds the interpreter, and with it the event loop, for the whole file.
             encrypt_io(plain, encrypted, recipients)
         fsync_file(target)

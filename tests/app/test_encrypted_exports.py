@@ -12,6 +12,7 @@ import pytest
 from pyrage import ssh, x25519
 from safetensors.torch import load
 
+from app.services.age_encryption import encrypt_folder, parse_recipients
 from tests.support.api import Api
 
 FILES = {"adapter_config.json", "adapter_model.safetensors"}
@@ -115,3 +116,16 @@ async def test_at_most_ten_recipients(api: Api) -> None:
     refused = await api.post("save_weights_external", model_id=model_id, path="x", age_encryption_recipients=many)
     assert (refused.status_code, refused.json()["error"]["field"]) == (400, "age_encryption_recipients")
     await api.do("save_weights_external", model_id=model_id, path="x", age_encryption_recipients=many[:10])
+
+
+def test_encrypting_again_after_it_was_done_or_cut_short(tmp_path: Path) -> None:
+    identity = x25519.Identity.generate()
+    recipients = parse_recipients([f" {identity.to_public()}\n"])
+    for name in ("a", "b", "tinsmith.json"):
+        (tmp_path / name).write_text(f"content of {name}")
+    (tmp_path / "a.age").write_bytes(b"cut short")
+    size = encrypt_folder(tmp_path, ("a", "b"), recipients)
+    assert encrypt_folder(tmp_path, ("a", "b"), recipients) == size
+    assert {path.name for path in tmp_path.iterdir()} == {"a.age", "b.age"}
+    for name in ("a", "b"):
+        assert pyrage.decrypt((tmp_path / f"{name}.age").read_bytes(), [identity]) == f"content of {name}".encode()
