@@ -1,7 +1,7 @@
 """Signed, expiring addresses of exported files, so that any HTTP client can fetch them without a key.
 
 Responsible for signing and checking. Not responsible for which files exist (`checkpoints.py`) or for sending them
-(`app/routes/downloads.py`).
+(`app/routes/exports.py`).
 """
 
 from __future__ import annotations

@@ -51,6 +51,12 @@ def _tries(mine: dict[str, str], their: dict[str, str]) -> list[tuple[str, str, 
         ("GET", f"{run}/checkpoints", None),
         ("DELETE", f"{run}/checkpoints/weights/x", None),
         ("PUT", f"{run}/checkpoints/weights/x/ttl", {"ttl_seconds": 3600}),
+        ("POST", f"{run}/checkpoints/weights/x/publish", None),
+        ("DELETE", f"{run}/checkpoints/weights/x/publish", None),
+        ("GET", f"{run}/checkpoints/weights/x/archive", None),
+        ("POST", "unload_model", {"model_id": model}),
+        ("POST", "copy_weights", {"source_path": their["path"], "session_id": mine["session"], "model_seq_id": 7}),
+        ("POST", "copy_weights", {"source_path": mine["path"], "session_id": their["session"], "model_seq_id": 7}),
     ]  # fmt: skip
 
 

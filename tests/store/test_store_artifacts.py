@@ -102,3 +102,24 @@ async def test_sweep_keeps_what_rows_name_and_what_is_not_ours(
     assert sorted(path.name for path in root.iterdir()) == sorted([kept, "lost+found"])
     assert "lost+found" in caplog.text
     assert await artifacts.size(kept) == 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+async def test_a_copy_outlives_its_source(data_dir: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError("links are not supported here")
+
+    if not links:
+        monkeypatch.setattr("store.artifacts.os.link", no_links)
+    artifacts = Artifacts(data_dir)
+    (_, source), (_, target) = artifacts.new_folder(), artifacts.new_folder()
+    artifacts.path(source).mkdir()
+    (artifacts.path(source) / "a").write_bytes(b"content")
+    (artifacts.path(source) / "link").symlink_to("/etc/hostname")
+    await artifacts.copy(source, target)
+    assert ((artifacts.path(source) / "a").stat().st_nlink == 2) == links
+    await artifacts.delete(source)
+    assert {path.name: path.read_bytes() for path in artifacts.path(target).iterdir()} == {"a": b"content"}
+    with pytest.raises(NotFound):
+        await artifacts.copy(source, artifacts.new_folder()[1])
+    assert [path.name for path in (data_dir / "checkpoints").iterdir()] == [target]
