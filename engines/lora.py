@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from schemas.errors import EngineFailure, InvalidRequest
-from schemas.operations import LoraSpec
-
-LORA_ALPHA = 32
-"""Fixed, so that the scale of the update is `32 / rank` (what Tinker's hosted service documents)."""
+from schemas.operations import LORA_ALPHA, LoraSpec
 
 Family = Literal["attn", "mlp", "unembed"]
 FAMILIES: tuple[Family, ...] = ("attn", "mlp", "unembed")

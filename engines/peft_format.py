@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engines.lora import LORA_ALPHA, AdapterWeights
+from engines.lora import AdapterWeights
 from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest
-from schemas.operations import LoraSpec, OptimizerType
+from schemas.operations import LORA_ALPHA, LoraSpec, OptimizerType
 
 FORMAT_VERSION = 1
 CONFIG_FILE = "adapter_config.json"

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 
+LORA_ALPHA = 32
+"""Of every adapter, so that its update is scaled by `32 / rank` (what Tinker's hosted service documents)."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from fastapi import APIRouter, Request
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.bodies import read_model
 from app.services.paths import session_of
 from app.services.runs import optimizer_of
+from schemas.operations import LORA_ALPHA, LoraSpec
 from schemas.requests import CreateModelRequest, GetInfoRequest, UnloadModelRequest
 from schemas.responses import GetInfoResponse, ModelData, OptimizerConfigResult, UntypedPromise
 
@@ -42,7 +45,7 @@ async def unload_model(
 async def get_info(
     request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
 ) -> GetInfoResponse:
-    """What a model was made of."""
+    """What a model was made of. The geometry is absent only while a model made from a checkpoint is still loading."""
     body = await read_model(request, settings, GetInfoRequest)
     run = await services.runs.owned(principal.project_id, body.model_id)
     forwarded = any(name in request.headers for name in _FORWARDING)
@@ -54,7 +57,30 @@ async def get_info(
             model_name=run.base_model,
             tokenizer_id=services.models.tokenizer_id(run.base_model, host, forwarded),
         ),
-        lora_rank=None if run.lora is None else run.lora.rank,
         model_name=run.base_model,
+        **_geometry(run.lora),
         optimizer_config=OptimizerConfigResult.of(optimizer_of(run)),
     )
+
+
+class _Geometry(TypedDict, total=False):
+    lora_rank: int
+    lora_alpha: int
+    lora_seed: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+
+
+def _geometry(lora: LoraSpec | None) -> _Geometry:
+    """The adapter's fields of `get_info`."""
+    if lora is None:
+        return {}
+    return {
+        "lora_rank": lora.rank,
+        "lora_alpha": LORA_ALPHA,
+        "lora_seed": lora.seed,
+        "train_attn": lora.train_attn,
+        "train_mlp": lora.train_mlp,
+        "train_unembed": lora.train_unembed,
+    }

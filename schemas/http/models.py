@@ -105,6 +105,11 @@ class GetInfoResponse(ResponseModel):
     model_data: ModelData = Field(description="What it was made of.")
     is_lora: bool = Field(True, description="Whether it is an adapter.")
     lora_rank: int | None = Field(None, description="Rank of the adapter.")
+    lora_alpha: int | None = Field(None, description="The update is scaled by lora_alpha / lora_rank.")
+    lora_seed: int | None = Field(None, description="Seed of the initial weights, the client's or the one drawn here.")
+    train_attn: bool | None = Field(None, description="Whether the attention is adapted.")
+    train_mlp: bool | None = Field(None, description="Whether the MLPs are adapted.")
+    train_unembed: bool | None = Field(None, description="Whether the output head is adapted.")
     model_name: str | None = Field(None, description="The base model.")
     optimizer_config: OptimizerConfigResult = Field(
         default_factory=OptimizerConfigResult, description="The optimizer family."

@@ -81,9 +81,30 @@ async def test_info_tells_base_model_rank_and_a_tokenizer_that_this_client_can_l
     model = await api.model(rank=4)
     info = (await api.post("get_info", model_id=model)).json()
     assert info["model_data"] == {"arch": "llama", "model_name": MODEL, "tokenizer_id": str(tiny_folder)}
-    assert (info["is_lora"], info["lora_rank"], info["model_id"]) == (True, 4, model)
+    assert (info["is_lora"], info["lora_rank"], info["lora_alpha"], info["model_id"]) == (True, 4, 32, model)
     answer = await api.client.post("get_info", json={"model_id": model}, headers={"X-Forwarded-For": "203.0.113.9"})
     assert answer.json()["model_data"]["tokenizer_id"] == MODEL
+
+
+async def test_info_tells_the_geometry_in_effect_and_the_seed_that_was_drawn(api: Api) -> None:
+    async def info(model: str) -> dict[str, object]:
+        told: dict[str, object] = (await api.post("get_info", model_id=model)).json()
+        return {name: value for name, value in told.items() if name.startswith(("lora_", "train_"))}
+
+    session = await api.session()
+    families = {"train_attn": False, "train_mlp": True, "train_unembed": False}
+    drawn = await api.model(session, 0, rank=4, seed=None, **families)
+    told = await info(drawn)
+    seed = told.pop("lora_seed")
+    assert told == {"lora_rank": 4, "lora_alpha": 32, **families}
+    again = await api.model(session, 1, rank=4, seed=seed, **families)
+    assert await info(again) == {**told, "lora_seed": seed}
+    for model in (drawn, again):
+        await api.train(model)
+    assert await api.scores(drawn) == await api.scores(again)
+    saved = await api.do("save_weights", model_id=drawn, path="kept")
+    loaded = await api.do("load_weights", session_id=session, model_seq_id=2, path=saved["path"], optimizer=False)
+    assert await info(loaded["model_id"]) == {**told, "lora_seed": seed}
 
 
 def test_tokenizer_of_hub_models_and_explicit_ones(tmp_path: Path) -> None:
