@@ -73,9 +73,13 @@ class Artifacts:
         await asyncio.to_thread(_copy, self.path(source), self.path(target))
 
     async def delete(self, folder_name: str) -> None:
-        """Remove a folder; one that is gone already is passed over."""
-        path = self.path(folder_name)
-        await asyncio.to_thread(_remove, path)
+        """Remove a folder and what a writer that died left beside it; what is gone already is passed over."""
+        await asyncio.to_thread(self._delete, self.path(folder_name))
+
+    def _delete(self, path: Path) -> None:
+        _remove(path)
+        for unfinished in self._root.glob(f".{path.name}.*"):
+            _remove(unfinished)
 
     async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
         """At start-up: remove the folders that no row names (`checkpoints.checkpoint_folders`) and half-written ones.

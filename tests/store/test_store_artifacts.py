@@ -60,9 +60,12 @@ async def test_size_and_delete(artifacts: Artifacts, tmp_path: Path) -> None:
     (folder / "link").symlink_to(outside / "precious")
     (folder / "folder_link").symlink_to(outside)
     assert await artifacts.size(name) == 1024
+    _fill(tmp_path / "checkpoints" / f".{name}.0123.tmp", half=b"w")  # of a writer that was killed
+    _fill(other := tmp_path / "checkpoints" / f".{artifacts.new_folder()[1]}.0123.tmp", half=b"w")
     await artifacts.delete(name)
     await artifacts.delete(name)
     assert not folder.exists()
+    assert list((tmp_path / "checkpoints").iterdir()) == [other]
     assert (outside / "precious").read_bytes() == b"z" * 5000
 
 
