@@ -47,7 +47,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread += len(data)
         super().data_received(data)
         if self._unread > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"the head of a request is at most {MAX_HEAD_BYTES} bytes", "head_too_large")
+            self._refuse(431, f"the head of a request is at most {MAX_HEAD_BYTES} bytes", code="head_too_large")
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -57,7 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One more header, or trailer."""
         if len(self.headers) >= MAX_HEADERS:
-            self._refuse(431, f"a request has at most {MAX_HEADERS} headers", "head_too_large")
+            self._refuse(431, f"a request has at most {MAX_HEADERS} headers", code="head_too_large")
             raise ValueError("too many headers")  # ends the parsing
         super().on_header(name, value)
 
@@ -79,9 +79,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is told so in the shape of every other error."""
         if not self.transport.is_closing():
-            self._refuse(400, "this is not a valid HTTP request", "invalid_http")
+            self._refuse(400, "this is not a valid HTTP request", code="invalid_http")
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
+    def _refuse(self, status: int, message: str, *, code: str) -> None:
         """Answer and close, unless the answer to an earlier request is under way: then only close."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps(error_body(InvalidRequest(message, code=code), None)).encode()
@@ -107,4 +107,4 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._expect_head()  # a pipelined head: the answer before it has the right to end
         elif not self.transport.is_closing():
-            self._refuse(408, f"the head of a request must arrive within {HEAD_SECONDS:g} s", "head_too_slow")
+            self._refuse(408, f"the head of a request must arrive within {HEAD_SECONDS:g} s", code="head_too_slow")
