@@ -18,7 +18,7 @@ from datetime import datetime
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.services.tokens import Tokens
-from schemas.errors import INVALID_TOKEN, Unauthenticated, Unavailable
+from schemas.errors import InvalidToken, Unauthenticated, Unavailable
 from store.database import Store
 from store.keys import authenticate, valid_key
 from store.records import KeyRecord
@@ -78,7 +78,7 @@ class Authenticator:
         """The tenant of `key`, or None if it is not valid (any more).
 
         Raises:
-            Unauthenticated: it is a token that is not valid (any more): the client makes a new one from its key.
+            InvalidToken: it is a token that is not valid (any more): the client makes a new one from its key.
         """
         if self._tokens is not None and key.startswith(TOKEN_PREFIX):
             return await self._of_token(self._tokens, key)
@@ -97,9 +97,7 @@ class Authenticator:
             principal = await self._known(key_id.encode(), lambda: self._store.read(lambda db: valid_key(db, key_id)))
             if principal is not None and principal.project_id == identity.project_id:
                 return replace(principal, until=identity.until)
-        raise Unauthenticated(
-            "the token is not valid any more", hint="exchange the API key for a new one", code=INVALID_TOKEN
-        )
+        raise InvalidToken("the token is not valid any more", hint="exchange the API key for a new one")
 
     async def _known(self, name: bytes, look_up: Callable[[], Awaitable[KeyRecord | None]]) -> Principal | None:
         now = self._clock()

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from schemas.errors import (
-    INVALID_TOKEN,
     InvalidRequest,
+    InvalidToken,
     PayloadTooLarge,
     TinsmithError,
     Unavailable,
@@ -46,7 +46,7 @@ def render(error: TinsmithError, request_id: str | None) -> Response:
     if error.status == Unavailable.status:
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if error.status == 401:
-        invalid = f', error="{INVALID_TOKEN}"' if error.code == INVALID_TOKEN else ""
+        invalid = ', error="invalid_token"' if isinstance(error, InvalidToken) else ""
         headers["WWW-Authenticate"] = f'Bearer realm="tinsmith"{invalid}'
     return _json(error.status, error_body(error, request_id), headers)
 

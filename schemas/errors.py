@@ -67,8 +67,10 @@ class Unauthenticated(TinsmithError):
     status, category, default_code = 401, "user", "unauthenticated"
 
 
-INVALID_TOKEN = "invalid_token"
-"""Code of `Unauthenticated` for a token that has ended or was altered: a client exchanges its key for a new one."""
+class InvalidToken(Unauthenticated):
+    """A token in place of a key that has ended or was altered (401): a client exchanges its key for a new one."""
+
+    default_code = "invalid_token"
 
 
 class NotFound(TinsmithError):

@@ -18,7 +18,7 @@ import pytest
 from app.auth import Authenticator
 from app.services.tokens import ISSUER, TYPE, Tokens
 from app.settings import Settings
-from schemas.errors import Unauthenticated
+from schemas.errors import InvalidToken
 from store.keys import create_key, ensure_project, list_keys, revoke_key
 from store.records import KeyRecord
 from tests.app.conftest import BASE, Edge, running
@@ -203,10 +203,10 @@ async def test_a_token_is_worth_nothing_once_its_key_is_revoked_or_has_ended(jwt
     await store.write(lambda db: revoke_key(db, project_id, key_id, datetime.now(UTC)))
     assert await authenticator.principal(token) == found  # within the cache time
     now[0] = 2.1
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(InvalidToken):
         await authenticator.principal(token)
     for stranger in (replace(record, project_id="other"), replace(record, key_id="nobody")):
-        with pytest.raises(Unauthenticated):
+        with pytest.raises(InvalidToken):
             await authenticator.principal(made.issue(stranger))
 
 

@@ -1,138 +1,161 @@
-"""The official command line, as processes, and what tinker-cookbook does to download a checkpoint."""
+"""The official `tinker` command against a real server: identity, traces, usage."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import stat
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pyrage
 import pytest
 import tinker
-from safetensors.torch import load, load_file
 
 from tests.e2e.conftest import MODEL
-from tests.e2e.test_sdk import logprobs, step
-from tests.support.server import RunningServer, environment
+from tests.e2e.test_sdk import ADAM, DATA
+from tests.support.server import RunningServer, environment, serve
 
 TINKER = Path(sys.executable).with_name("tinker")
-Cli = Callable[..., Any]
 
 
-@pytest.fixture
-def cli(server: RunningServer, tmp_path: Path) -> Cli:
-    """Runs `tinker ARGUMENTS`; the JSON that it prints (None if nothing), or the text of its failure."""
-    settings = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key, "HOME": str(tmp_path)}
-
-    def run(*arguments: str, fails: bool = False) -> Any:
-        line = [str(TINKER), "-f", "json", *arguments]
-        done = subprocess.run(
-            line, capture_output=True, text=True, timeout=120, env=environment(settings), cwd=tmp_path, check=False
-        )
-        assert (done.returncode != 0) == fails, (arguments, done.stdout, done.stderr)
-        if fails:
-            return done.stderr
-        return json.loads(done.stdout) if done.stdout.strip().startswith(("{", "[")) else None
-
-    return run
+@pytest.fixture(scope="module")
+def identified(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Iterator[RunningServer]:
+    """A server that exchanges keys for tokens."""
+    data_dir = tmp_path_factory.mktemp("identified") / "data"
+    arguments = ["--base-model", f"{MODEL}={tiny_folder}", "--threads", "1", "--shutdown-grace", "2"]
+    with serve(data_dir, [*arguments, "--pjwt-auth-enabled", "true"]) as running:
+        yield running
 
 
-@pytest.fixture
-def client(service: Any) -> Any:
-    """A trained client of rank 4."""
-    trained = service.create_lora_training_client(
-        base_model=MODEL, rank=4, seed=1, user_metadata={"renderer_name": "plain"}
-    ).result()
-    step(trained)
-    return trained
+@pytest.fixture(scope="module")
+def worked(identified: RunningServer) -> str:
+    """A session in which one step was trained, a checkpoint saved and a few tokens drawn; its id."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tinker.ServiceClient(
+            base_url=identified.url, api_key=identified.key, user_metadata={"purpose": "cli"}
+        ) as service,
+    ):
+        patch.setenv("TINKER_TELEMETRY", "0")
+        client = service.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+        client.forward_backward(DATA, "cross_entropy").result()
+        client.optim_step(ADAM).result()
+        client.save_state("one").result()
+        sampler = client.save_weights_and_get_sampling_client()
+        sampler.sample(tinker.ModelInput.from_ints([5, 6, 7]), 1, tinker.SamplingParams(max_tokens=3, stop=[])).result()
+        return str(client.get_info().model_id).split(":")[0]
 
 
-def test_runs_and_checkpoints_are_listed_and_shown(cli: Cli, client: Any) -> None:
-    run_id = client.model_id
-    path = client.save_state("first", user_metadata={"step": "1"}).result().path
-    sampler = client.save_weights_for_sampler("second").result().path
-    assert run_id in [run["training_run_id"] for run in cli("run", "list", "--limit", "0")["runs"]]
-    shown = cli("run", "info", run_id)
-    assert (shown["training_run_id"], shown["base_model"], shown["lora_rank"]) == (run_id, MODEL, 4)
-    assert shown["user_metadata"] == {"renderer_name": "plain"}
-    kinds = {each["tinker_path"]: each["checkpoint_type"] for each in cli("checkpoint", "list")["checkpoints"]}
-    assert (kinds[path], kinds[sampler]) == ("training", "sampler")
-    assert cli("checkpoint", "info", path)["tinker_path"] == path
-    assert "404" in cli("run", "info", "no-such-run", fails=True)
-
-
-def test_a_checkpoint_is_published_given_a_time_and_deleted(cli: Cli, client: Any, server: RunningServer) -> None:
-    path = client.save_state("first").result().path
-
-    def shown() -> Any:
-        with server.client() as http:
-            return http.get(f"training_runs/{client.model_id}/checkpoints").json()["checkpoints"]
-
-    cli("checkpoint", "publish", path)
-    assert shown()[0]["public"] is True
-    cli("checkpoint", "unpublish", path)
-    assert shown()[0]["public"] is False
-    cli("checkpoint", "set-ttl", path, "--ttl", "7200")
-    assert shown()[0]["expires_at"]
-    cli("checkpoint", "set-ttl", path, "--remove")
-    assert "expires_at" not in shown()[0]
-    cli("checkpoint", "delete", "--yes", path)
-    assert shown() == []
-
-
-def test_exports_and_training_checkpoints_are_downloaded(
-    cli: Cli, client: Any, server: RunningServer, tmp_path: Path
-) -> None:
-    export = client.save_weights_external("out").result().path
-    state = client.save_state("state").result().path
-    tensors = []
-    for path in (export, state):
-        cli("checkpoint", "download", path, "--output", str(tmp_path / "got"))
-        folder = tmp_path / "got" / path.removeprefix("tinker://").replace("/", "_")
-        assert {file.name for file in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
-        tensors.append(load_file(folder / "adapter_model.safetensors"))
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(tensors[0][name].equal(tensors[1][name]) for name in tensors[0])
-    with server.client() as http:
-        listed = http.get("checkpoints").json()["checkpoints"]
-    assert [each["tinker_path"] for each in listed if each["checkpoint_type"] == "external"] == [export]
-
-
-def test_the_cookbooks_way_to_download_with_an_age_key(service: Any, client: Any, server: RunningServer) -> None:
-    state = client.save_state("state").result().path
-    identity = pyrage.x25519.Identity.generate()
-    recipient = str(identity.to_public())
-    loader = service.create_training_client_from_state(state).result()
-    path = (
-        loader.save_weights_external("download", ttl_seconds=3600, age_encryption_recipients=[recipient]).result().path
+def run(server: RunningServer, *arguments: str, home: Path, key: str | None = None, stdin: str = "") -> Any:
+    """Run `tinker ...` as a user would, in an empty home."""
+    extra = {"TINKER_BASE_URL": server.url, "HOME": str(home)}
+    if key != "":
+        extra["TINKER_API_KEY"] = key or server.key
+    return subprocess.run(
+        [TINKER, *arguments], env=environment(extra), cwd=home, input=stdin, capture_output=True, text=True, timeout=120
     )
-    rest = tinker.RestClient(base_url=server.url, api_key=server.key)
-    answer = rest.get_external_weights_urls(path).result()
-    assert set(answer.urls) == {"adapter_config.json.age", "adapter_model.safetensors.age"}
-    rest.set_checkpoint_ttl_from_tinker_path(path, 3600).result()
-    files = {}
-    for name, url in answer.urls.items():
-        with urllib.request.urlopen(url, timeout=30) as response:
-            files[name] = pyrage.decrypt(response.read(), [identity])
-    assert json.loads(files["adapter_config.json.age"])["base_model_name_or_path"] == MODEL
-    assert len(load(files["adapter_model.safetensors.age"])) > 0
-    rest.delete_checkpoint_from_tinker_path(path).result()
+
+
+def succeeds(server: RunningServer, *arguments: str, home: Path, **more: Any) -> str:
+    done = run(server, *arguments, home=home, **more)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def window() -> tuple[str, str]:
+    end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
+    return (end - timedelta(hours=3)).isoformat(), end.isoformat()
+
+
+def test_status_and_whoami(identified: RunningServer, tmp_path: Path) -> None:
+    assert "Tinker accessible: yes" in succeeds(identified, "auth", "status", home=tmp_path)
+    shown = json.loads(succeeds(identified, "-f", "json", "auth", "whoami", home=tmp_path))
+    project_id = shown["user_urn"].removeprefix("tml:user:")
+    assert shown == {"user_urn": f"tml:user:{project_id}", "org_urn": f"tml:organization:{project_id}", "email": None}
+
+
+def test_login_checks_the_key_and_stores_it(identified: RunningServer, tmp_path: Path) -> None:
+    refused = run(identified, "auth", "login", home=tmp_path, key="", stdin="tml-wrong\n")
+    assert refused.returncode == 1
+    assert "a valid API key is required" in refused.stderr
+    assert not (tmp_path / ".tinker").exists() or "tml-wrong" not in str(list((tmp_path / ".tinker").iterdir()))
+    done = succeeds(identified, "auth", "login", home=tmp_path, key="", stdin=f"{identified.key}\n")
+    assert "(default)" in done
+    assert "'dev'" in done
+    assert "still active" in succeeds(identified, "auth", "logout", home=tmp_path, key="")
+
+
+def test_a_trace_is_downloaded(identified: RunningServer, worked: str, tmp_path: Path) -> None:
+    succeeds(identified, "session", "export-trace", worked, "-o", "out.json", home=tmp_path)
+    trace = json.loads((tmp_path / "out.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert {"queued", "run", "delivery"} <= names
+    assert {"create_model #0", "forward_backward #1", "optim_step #2", "save_weights #3"} <= names
+    url = succeeds(identified, "session", "export-trace", worked, "--url-only", home=tmp_path).strip()
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        assert json.load(answer)["otherData"]["session_id"] == worked
+
+
+def test_usage(identified: RunningServer, worked: str, tmp_path: Path) -> None:
+    answer = json.loads(succeeds(identified, "-f", "json", "billing", "usage", *window(), home=tmp_path))
+    counts = {row["event_info"]["type"]: row["event_info"] for row in answer["data"]}
+    assert counts["training"]["token_count"] == sum(datum.model_input.length for datum in DATA)
+    assert (counts["sampling_prefill"]["token_count"], counts["sampling_prefill"]["cached"]) == (3, False)
+    assert counts["sampling_sample"]["token_count"] == 3
+    assert counts["checkpoint"]["count"] == 2
+    assert counts["storage"]["gigabyte_hours"] > 0
+    assert answer["sessions"] == {worked: {"user_metadata": {"purpose": "cli"}}}
+    rows = list(
+        csv.DictReader(io.StringIO(succeeds(identified, "billing", "usage", *window(), "--csv", "-", home=tmp_path)))
+    )
+    assert {row["type"] for row in rows} == set(counts)
+    refused = run(identified, "billing", "usage", "2026-07-13T00:30:00Z", "2026-07-13T01:00:00Z", home=tmp_path)
+    assert refused.returncode == 1
+    assert "beginning of a UTC hour" in refused.stderr
+
+
+def test_checkpoint_storage(identified: RunningServer, worked: str, tmp_path: Path) -> None:
+    answer = json.loads(succeeds(identified, "-f", "json", "billing", "checkpoint-storage", home=tmp_path))
+    [item] = answer["data"]
+    assert item["checkpoint_count"] >= 1
+    assert item["size_bytes"] > 0
+    assert item["size_gigabytes"] == item["size_bytes"] / 1e9
+    assert run(identified, "billing", "checkpoint-storage", "--project-id", "other", home=tmp_path).returncode == 1
+
+
+def test_the_sdk_reads_audit_search_and_identity(
+    identified: RunningServer, worked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    admin = tinker.AdminClient(base_url=identified.url, api_key=identified.key)
+    entries = admin.get_audit_log("checkpoints").result().entries
+    assert [entry.event for entry in entries][:1] == ["checkpoint_created"]
+    assert entries[0].tinker_path == f"tinker://{worked}:train:0/weights/one"
+    assert admin.get_audit_log("all", day=datetime(2020, 1, 1).date()).result().entries == []
+    service = tinker.ServiceClient(base_url=identified.url, api_key=identified.key)
+    rest = service.create_rest_client()
+    identity = rest.whoami().result()
+    page = rest.search_sessions(tinker.types.SessionSearchRequest(user_metadata={"purpose": "cli"})).result()
+    [found] = page.sessions
+    assert (found.session_id, found.owner) == (worked, identity.user_urn)
+    assert found.status.reason.type == "success"
+    assert found.checkpoints_count == 1
+    rest.assign_session_project(worked, found.project_id).result()
     with pytest.raises(tinker.NotFoundError):
-        rest.get_external_weights_urls(path).result()
+        rest.assign_session_project(worked, "other").result()
 
 
-def test_a_copy_is_loaded_after_its_source_is_gone(service: Any, client: Any, server: RunningServer) -> None:
-    rest = tinker.RestClient(base_url=server.url, api_key=server.key)
-    path = client.save_state("state").result().path
-    project = rest.get_training_run(client.model_id).result().model_owner
-    copied = rest.copy_weights(path, project, ttl_seconds=3600).result()
-    rest.delete_checkpoint_from_tinker_path(path).result()
-    loaded = service.create_training_client_from_state_with_optimizer(copied).result()
-    assert logprobs(loaded) == logprobs(client)
-    run = rest.get_training_run_by_tinker_path(copied).result()
-    assert run.user_metadata == {"renderer_name": "plain"}
+def test_nothing_of_the_server_names_a_credential(identified: RunningServer, worked: str) -> None:
+    secret = identified.data_dir / "token_secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    log = identified.log.read_text()
+    assert "/auth/token" in log
+    assert log.count(identified.key) == 1  # the ready line tells it to who started the server
+    assert "eyJ" not in log
+    assert "signature=" not in log
