@@ -152,19 +152,20 @@ class Sampling:
 
         Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
         """
-        sampler = await self._sampler(project_id, request.sampling_session_id, field="sampling_session_id")
         for _ in range(MAX_MOVES):
             try:
-                return await self._sample(project_id, sampler, request, limits)
+                return await self._sample(project_id, request, limits)
             except _WeightsMoved:
                 continue
         raise Unavailable("the weights of this sampler are being replaced faster than a request can be accepted")
 
-    async def _sample(
-        self, project_id: str, sampler: SamplerRecord, request: SampleRequest, limits: CodecLimits
-    ) -> OperationRecord:
+    async def _sample(self, project_id: str, request: SampleRequest, limits: CodecLimits) -> OperationRecord:
+        async def look(db: AsyncSession) -> tuple[SamplerRecord, SamplerWeights]:
+            found = await _owned(db, project_id, request.sampling_session_id, field="sampling_session_id")
+            return found, await self._sampled(db, found)
+
+        sampler, weights = await self._store.read(look)
         runtime = self._models.runtime(sampler.base_model)
-        weights = await self._store.read(lambda db: self._sampled(db, sampler))
         parsed, body, fingerprint = await asyncio.to_thread(_decode, request, weights.folder, limits)
         check_sample(parsed.operation, runtime.info)
 
@@ -233,10 +234,7 @@ class Sampling:
         return body, operation
 
     async def _sampler(self, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
-        record = await self._store.read(lambda db: samplers.get_sampler(db, project_id, sampler_id))
-        if record is None:
-            raise NotFound(f"no sampling session {sampler_id[:200]!r}", field=field)
-        return record
+        return await self._store.read(lambda db: _owned(db, project_id, sampler_id, field=field))
 
     async def _sampled(self, db: AsyncSession, sampler: SamplerRecord) -> SamplerWeights:
         checkpoint_id = sampler.checkpoint_id
@@ -257,6 +255,13 @@ class Sampling:
         return SamplerWeights(checkpoint.checkpoint_id, checkpoint.folder)
 
 
+async def _owned(db: AsyncSession, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
+    record = await samplers.get_sampler(db, project_id, sampler_id)
+    if record is None:
+        raise NotFound(f"no sampling session {sampler_id[:200]!r}", field=field)
+    return record
+
+
 def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> tuple[ParsedSample, bytes, str]:
     """The operation, its stored form and what a repeat is recognised by: slow for a long prompt, so for a thread."""
     parsed = sample_operation(request, adapter_folder=folder, limits=limits)
@@ -268,11 +273,13 @@ def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> 
 
 
 def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult], Finished]:
+    """What encodes a result. It is kept while the sample waits, so it holds no more of the sample than it needs."""
     targets = sample.target_prompt_logprobs if sparse_targets else None
+    length = len(sample.prompt)
 
     def finish(outcome: OperationResult) -> Finished:
         data, content_type = encode_result(KIND, outcome, sparse_targets=targets)
-        return Finished(data, content_type, tokens=sample_tokens(len(sample.prompt), outcome))
+        return Finished(data, content_type, tokens=sample_tokens(length, outcome))
 
     return finish
 

@@ -92,7 +92,8 @@ class Stability:
         """What remembers the sequences of a sample when it is finished; None if the sample is not to be remembered."""
         if not sample.plain_logprobs:
             return None
-        return lambda record, outcome: self._rows(record, base_model, sample.params.temperature, outcome)
+        temperature = sample.params.temperature  # and not the sample: this is kept while it waits
+        return lambda record, outcome: self._rows(record, base_model, temperature, outcome)
 
     async def sweep(self) -> None:
         """Forget what is older than the retention."""
