@@ -111,6 +111,11 @@ class Settings(BaseSettings):
     max_adapters: Count = Field(64, description="Training runs that are live at once on each base model.")
     max_rank: Count = Field(256, description="Largest LoRA rank that a client may ask for.")
     max_sample_rows: Count = Field(64, description="Sequences that are generated at once on each base model.")
+    max_sample_tokens: Count = Field(
+        131_072,
+        description="Tokens (prompts and what is drawn) that all sequences being generated may hold at once on each "
+        "base model; the default model keeps 46 kB of memory for each in float32. Samples that do not fit wait.",
+    )
     decode_slice: Count = Field(
         8, description="Tokens that are generated before waiting training work gets its turn again."
     )
@@ -132,6 +137,11 @@ class Settings(BaseSettings):
     )
     sample_cancel_enabled: bool = Field(
         True, description="Clients tell the server about samples that they do not wait for any more."
+    )
+    custom_loss_server_side: bool = Field(
+        True,
+        description="Clients upload the losses that they made with `create_custom_loss`, to be run here in one pass, "
+        "instead of running them themselves between two passes.",
     )
     metadata_only_above_kib: Count = Field(
         1024, description="Results of more KiB are announced with their size before they are sent."

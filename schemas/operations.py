@@ -53,6 +53,8 @@ class TrainBatch:
     loss_config: Mapping[str, float] = field(default_factory=dict)
     """Overrides of the loss's defaults (`schemas.losses.LOSSES`)."""
     backward: bool = True
+    loss_graph: str | None = None
+    """Of `custom`: JSON of {"inputs", "nodes"} (`schemas/custom_loss.py`); inputs then keep the dtype they came in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,12 @@ class Sample:
     prompt_logprobs_last_n: int | None = None
     plain_logprobs: bool = False
     """Whether the sequences carry the model's own logprobs beside the reported ones."""
+
+    def most_tokens(self, context_length: int) -> int:
+        """The most tokens that its rows can hold at once: what it may need of the key-value cache."""
+        length = len(self.prompt)
+        drawn = context_length - length if self.params.max_tokens is None else self.params.max_tokens
+        return self.num_samples * (length + max(0, drawn))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class ModelRuntime:
         gap_timeout: seconds that operations wait behind a seq_id that has not arrived.
         max_adapters: models that may be trained at once.
         max_sample_rows: sequences that decode together in one batch.
+        max_sample_tokens: tokens that all decoding sequences may hold at once.
         decode_slice: tokens per row decoded between two training operations.
         restart_limit: restarts in a row, without any completed work between them, before the runtime gives up.
         restart_pause: seconds before the first of those restarts; doubles each time.
@@ -50,6 +51,7 @@ class ModelRuntime:
         gap_timeout: float = 60.0,
         max_adapters: int = 64,
         max_sample_rows: int = 64,
+        max_sample_tokens: int = 131_072,
         decode_slice: int = 8,
         restart_limit: int = 3,
         restart_pause: float = 0.5,
@@ -69,7 +71,14 @@ class ModelRuntime:
         self._training = TrainingLane(
             self._desk, self._call, gap_timeout=gap_timeout, max_adapters=max_adapters, clock=clock
         )
-        self._sampling = SamplingLane(self._desk, self._call, max_rows=max_sample_rows, decode_slice=decode_slice)
+        self._sampling = SamplingLane(
+            self._desk,
+            self._call,
+            max_rows=max_sample_rows,
+            max_tokens=max_sample_tokens,
+            context_length=lambda: self.info.context_length if self.info is not None else 0,
+            decode_slice=decode_slice,
+        )
         self._wake = asyncio.Event()
         self._death: TinsmithError | None = None
         self._restarts = 0

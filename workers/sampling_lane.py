@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied
+from schemas.errors import EngineFailure, Gone, InvalidRequest, TinsmithError, WorkerDied
 from schemas.operations import Sample
 from workers.scheduler import SampleLine
 from workers.tickets import Desk, Entry
@@ -33,13 +33,32 @@ class _Batch:
     entries: dict[str, Entry]
     alone: bool
     """Holds one sample at its last attempt: nothing runs beside it, so that it can only hurt itself."""
+    tokens: int
+    """The most that its rows can hold of the key-value cache."""
     cancelled: list[str] = field(default_factory=list)
 
 
 class SamplingLane:
-    """All samples of one base model."""
+    """All samples of one base model.
 
-    def __init__(self, desk: Desk, call: WorkerCall, *, max_rows: int, decode_slice: int) -> None:
+    Args:
+        max_rows: sequences that decode together in one batch.
+        max_tokens: tokens that the rows of all batches may hold at once (the key-value cache grows up to that).
+        context_length: that of the base model, once it is known.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        call: WorkerCall,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        context_length: Callable[[], int],
+        decode_slice: int,
+    ) -> None:
+        self._max_tokens = max_tokens
+        self._context_length = context_length
         self._desk = desk
         self._call = call
         self._line = SampleLine()
@@ -107,7 +126,8 @@ class SamplingLane:
                 continue
             batch_id = f"batch-{next(self._batch_ids)}"
             entries = {entry.ticket.request_id: entry for entry, _ in chosen}
-            batch = _Batch(batch_id, entries, alone=_alone(chosen[0][0]))
+            tokens = sum(self._tokens(sample) for _, sample in chosen)
+            batch = _Batch(batch_id, entries, _alone(chosen[0][0]), tokens)
             for entry in entries.values():
                 entry.running = True
                 entry.unload()
@@ -116,9 +136,11 @@ class SamplingLane:
             await self._guard(batch, self._call("start_generation", batch_id, samples))
 
     async def _choose(self) -> list[tuple[Entry, Sample]]:
-        """Take samples in turn until the rows of a batch are full. A sample wider than that goes by itself."""
+        """Take samples in turn until the rows of a batch, or the room for tokens, are full. A sample wider than a batch
+        goes by itself; one that needs more room than is left waits for other batches to end."""
         chosen: list[tuple[Entry, Sample]] = []
         rows = 0
+        room = self._max_tokens - sum(batch.tokens for batch in self._batches.values())
         while rows < self._max_rows and (entry := self._line.peek()) is not None:
             alone = _alone(entry)
             if alone and (chosen or self._batches):
@@ -128,12 +150,18 @@ class SamplingLane:
                 continue
             if chosen and rows + sample.num_samples > self._max_rows:
                 break
+            if self._tokens(sample) > room:
+                break
             self._line.take(entry)
             chosen.append((entry, sample))
             rows += sample.num_samples
+            room -= self._tokens(sample)
             if alone:
                 break
         return chosen
+
+    def _tokens(self, sample: Sample) -> int:
+        return sample.most_tokens(self._context_length())
 
     async def _load(self, entry: Entry) -> Sample | None:
         """The sample of an entry; None if it cannot be read (it is answered then) or was cancelled meanwhile."""
@@ -141,6 +169,7 @@ class SamplingLane:
             operation = await entry.load()
             if not isinstance(operation, Sample):
                 raise EngineFailure(f"a sampler has no operation {type(operation).__name__}")
+            refuse_too_large(operation, self._context_length(), self._max_tokens)
         except TinsmithError as error:
             self._desk.finish(entry, error)
             return None
@@ -187,6 +216,19 @@ class SamplingLane:
             raise
         except TinsmithError as error:
             _log.warning("%s cannot be dropped: %s", batch.batch_id, error.message)
+
+
+def refuse_too_large(sample: Sample, context_length: int, room: int) -> None:
+    """Raise `InvalidRequest` if the sequences of a sample could need more than `room` tokens of the key-value cache."""
+    needed = sample.most_tokens(context_length)
+    if needed > room:
+        raise InvalidRequest(
+            f"num_samples {sample.num_samples} of up to {needed // sample.num_samples} tokens (prompt and max_tokens) "
+            f"may need room for {needed} tokens; this server has room for {room}",
+            field="num_samples",
+            hint="ask for fewer samples at a time, or give a smaller max_tokens",
+            code="sample_too_large",
+        )
 
 
 def _alone(entry: Entry) -> bool:

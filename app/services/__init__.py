@@ -18,6 +18,7 @@ from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints
 from app.services.completions import Completions
 from app.services.copies import Copies
+from app.services.custom_losses import CustomLosses
 from app.services.exports import Exports
 from app.services.futures import Futures
 from app.services.housekeeping import Housekeeping
@@ -63,6 +64,8 @@ class ServiceSettings(Protocol):
     @property
     def max_sample_rows(self) -> int: ...
     @property
+    def max_sample_tokens(self) -> int: ...
+    @property
     def decode_slice(self) -> int: ...
     @property
     def restart_limit(self) -> int: ...
@@ -97,6 +100,7 @@ class Services:
     stability: Stability
     runs: Runs
     training: Training
+    custom_losses: CustomLosses
     weights: Weights
     sampling: Sampling
     checkpoints: Checkpoints
@@ -181,6 +185,7 @@ def build_services(
             gap_timeout=settings.gap_timeout,
             max_adapters=settings.max_adapters,
             max_sample_rows=settings.max_sample_rows,
+            max_sample_tokens=settings.max_sample_tokens,
             decode_slice=settings.decode_slice,
             restart_limit=settings.restart_limit,
             on_models_lost=on_models_lost,
@@ -190,12 +195,14 @@ def build_services(
     runs = Runs(store, models, operations, clock)
     checkpoints = Checkpoints(store, artifacts, clock)
     stability = Stability(store, settings.stability_retention, clock)
+    custom_losses = CustomLosses(store, new_id=new_id, clock=clock)
     training = Training(
         store=store,
         models=models,
         operations=operations,
         runs=runs,
         stability=stability,
+        custom_losses=custom_losses,
         max_rank=settings.max_rank,
         draw_seed=draw_seed,
         clock=clock,
@@ -211,6 +218,7 @@ def build_services(
         operations=operations,
         checkpoints=checkpoints,
         stability=stability,
+        max_sample_tokens=settings.max_sample_tokens,
         clock=clock,
     )
     housekeeping = Housekeeping(
@@ -239,6 +247,7 @@ def build_services(
         stability=stability,
         runs=runs,
         training=training,
+        custom_losses=custom_losses,
         weights=weights,
         sampling=sampling,
         checkpoints=checkpoints,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from app.codec import check_tokens
 from schemas.errors import InvalidRequest
 from schemas.operations import BaseModelInfo, Sample, TrainBatch
+from workers.sampling_lane import refuse_too_large
 
 
 def check_batch(batch: TrainBatch, info: BaseModelInfo | None) -> None:
@@ -27,8 +28,9 @@ def check_batch(batch: TrainBatch, info: BaseModelInfo | None) -> None:
     check_tokens(batch, info.vocab_size)
 
 
-def check_sample(sample: Sample, info: BaseModelInfo | None) -> None:
-    """Raise `InvalidRequest` if the prompt, or the prompt with what is to be drawn, does not fit the base model."""
+def check_sample(sample: Sample, info: BaseModelInfo | None, room: int) -> None:
+    """Raise `InvalidRequest` if the prompt, or the prompt with what is to be drawn, does not fit the base model, or if
+    its sequences together could never fit into `room` tokens."""
     if info is None:
         return
     length, limit = len(sample.prompt), info.context_length
@@ -42,6 +44,7 @@ def check_sample(sample: Sample, info: BaseModelInfo | None) -> None:
             hint=None if length >= limit else f"at most {limit - length} tokens can be drawn after this prompt",
             code="context_too_long",
         )
+    refuse_too_large(sample, limit, room)
     for stop in sample.params.stop or ():
         if isinstance(stop, int) and stop >= info.vocab_size:
             raise InvalidRequest(

@@ -80,6 +80,7 @@ class Sampling:
         operations: Operations,
         checkpoints: Checkpoints,
         stability: Stability,
+        max_sample_tokens: int,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
@@ -88,6 +89,7 @@ class Sampling:
         self._operations = operations
         self._checkpoints = checkpoints
         self._stability = stability
+        self._max_sample_tokens = max_sample_tokens
         self._clock = clock
 
     async def create_session(self, project_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -167,7 +169,7 @@ class Sampling:
         sampler, weights = await self._store.read(look)
         runtime = self._models.runtime(sampler.base_model)
         parsed, body, fingerprint = await asyncio.to_thread(_decode, request, weights.folder, limits)
-        check_sample(parsed.operation, runtime.info)
+        check_sample(parsed.operation, runtime.info, self._max_sample_tokens)
 
         async def guard(db: AsyncSession) -> None:
             await require_active(db, project_id, sampler.session_id)

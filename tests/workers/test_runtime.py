@@ -178,6 +178,20 @@ async def test_samples_are_batched_by_rows_and_fair_between_projects() -> None:
         assert len(wide.sequences) == 20
 
 
+async def test_the_room_for_tokens_bounds_what_decodes_at_once_and_refuses_what_could_never_fit() -> None:
+    group = toy_group(step_seconds=0.02)
+    async with running(group, max_sample_tokens=100, decode_slice=8) as (_runtime, client, _):
+        length = len(sample().prompt)
+        wide = [client.submit(sample(rows=2, tokens=40 - length), request_id=f"w{i}") for i in range(3)]
+        for outcome in wide:
+            assert isinstance(await value(outcome), SampleResult)
+        # 80 of 100 tokens each: never two of them in one batch, nor in two batches at the same time.
+        assert group.calls.count("start_generation") == 3
+        with pytest.raises(InvalidRequest, match="room for 100") as refused:
+            await value(client.submit(sample(rows=3, tokens=40 - length)))
+        assert refused.value.field == "num_samples"
+
+
 async def test_samples_are_loaded_only_when_they_are_about_to_run() -> None:
     async with running(toy_group(step_seconds=0.05), max_sample_rows=1) as (_, client, _lost):
         outcomes = [client.submit(sample(tokens=8)) for _ in range(10)]
