@@ -32,6 +32,7 @@ QUIET_PATHS = frozenset(
         "/api/v1/healthz",
         "/api/v1/readyz",
         "/api/v1/retrieve_future",
+        "/api/v1/retrieve_futures",
         "/api/v1/session_heartbeat",
         "/api/v1/telemetry",
     }
@@ -41,6 +42,7 @@ QUIET_PATHS = frozenset(
 ALLOWED_WHILE_DRAINING = frozenset(
     {
         "/api/v1/retrieve_future",
+        "/api/v1/retrieve_futures",
         "/api/v1/cancel_future",
         "/api/v1/session_heartbeat",
         "/api/v1/telemetry",
