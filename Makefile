@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: setup serve demo test lint format bench docs openapi proto lock clean
+.PHONY: setup serve demo test lint format bench compat docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
@@ -28,6 +28,12 @@ format: setup
 bench: setup  ## measure the server on this machine
 	$(VENV)/bin/python -m benchmarks $(ARGS)
 
+cookbook: setup  ## run the unmodified tinker-cookbook against a server, write docs/cookbook.md
+	$(VENV)/bin/python -m benchmarks.cookbook $(ARGS)
+
+compat: setup  ## older versions of the SDK against this server; writes docs/compatibility.md
+	$(VENV)/bin/python -m tests.compat.versions $(ARGS)
+
 docs: setup  ## regenerate what is generated: openapi.yaml, docs/settings.md
 	$(VENV)/bin/python -m app.openapi && $(VENV)/bin/python -m app.settings_docs
 
@@ -38,4 +44,4 @@ lock: setup  ## pin exactly what is installed now
 	(head -1 constraints.txt; $(VENV)/bin/pip freeze --exclude-editable | sed 's/+cpu//' | grep -v '^torch==') > constraints.new && mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .compat build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

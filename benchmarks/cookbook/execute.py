@@ -1,0 +1,132 @@
+"""Runs one program of the cookbook and reads what it logged.
+
+Not responsible for what runs (`recipes.py`) or for how the results are shown (`report.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cookbook.recipes import MODEL, Run
+
+LIMIT = 300.0
+"""Seconds after which a program that should be through in one minute is taken for hung."""
+
+DOWNLOAD = (
+    "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1], output_dir='adapter')"
+)
+
+
+class Failed(Exception):
+    """A program of the cookbook did not do what it should; the message has the end of its output."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the programs run: their interpreter, their folder, and the variables that lead them to the server."""
+
+    python: Path
+    folder: Path
+    variables: Mapping[str, str]
+
+    def environment(self) -> dict[str, str]:
+        """Variables of a child: nothing of the user's own accounts, no hub, the library's threads kept few."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_", "HF_", "WANDB_"))}
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
+        return {**kept, **offline, "OMP_NUM_THREADS": "1", **self.variables}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one program did: its label and module, the metric at its first and last step, the steps, the seconds."""
+
+    label: str
+    module: str
+    metric: str
+    steps: list[int]
+    values: list[float]
+    seconds: float
+
+
+def rows(log: Path, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of every line of metrics.jsonl that has the metric, in the order written."""
+    file = log / "metrics.jsonl"
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
+    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return [(int(row["step"]), float(row[metric])) for row in found if metric in row]
+
+
+def last_checkpoint(log: Path, key: str) -> str:
+    """The `tinker://` path of the last checkpoint that a log folder records under `key`."""
+    records = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text("utf-8").splitlines()]
+    return str([record[key] for record in records if key in record][-1])
+
+
+def execute(run: Run, place: Place) -> Outcome:
+    """Run one program to its end, or until it is to be killed. Raises `Failed` if it fails or logs nothing."""
+    log = place.folder / "logs" / run.log
+    before = len(rows(log, run.metric))
+    arguments = [f"{key}={_value(value, place)}" for key, value in run.options.items()]
+    command = ["-m", f"tinker_cookbook.{run.module}", f"model_name={MODEL}", f"log_path={log}", *arguments]
+    begin = time.monotonic()
+    output = place.folder / "output" / f"{run.log}.{before}.txt"
+    output.parent.mkdir(exist_ok=True)
+    _child(command, place, output, log, run)
+    seconds = time.monotonic() - begin
+    logged = rows(log, run.metric)
+    # A resumed run of the supervised trainers appends; the RL trainer first drops what came after the checkpoint.
+    new = logged[before:]
+    if not new:
+        raise Failed(f"{run.label}: no step was logged\n{_end(output)}")
+    return Outcome(run.label, run.module, run.metric, [s for s, _ in new], [v for _, v in new], seconds)
+
+
+def download(path: str, place: Place) -> tuple[float, list[str]]:
+    """`weights.download` of a training checkpoint, which exports it encrypted and decrypts it here; seconds, files."""
+    begin = time.monotonic()
+    output = place.folder / "output" / "download.txt"
+    with output.open("wb") as sink:
+        command = [str(place.python), "-c", DOWNLOAD, path]
+        child = subprocess.run(
+            command, cwd=place.folder, env=place.environment(), stdout=sink, stderr=sink, timeout=LIMIT, check=False
+        )
+    if child.returncode:
+        raise Failed(f"weights.download ended with {child.returncode}\n{_end(output)}")
+    return time.monotonic() - begin, sorted(file.name for file in (place.folder / "adapter").iterdir())
+
+
+def _value(value: object, place: Place) -> object:
+    if isinstance(value, str) and value.startswith("sampler:"):
+        return last_checkpoint(place.folder / "logs" / value.removeprefix("sampler:"), "sampler_path")
+    return value
+
+
+def _child(command: list[str], place: Place, output: Path, log: Path, run: Run) -> None:
+    deadline = time.monotonic() + LIMIT
+    with output.open("wb") as sink:
+        child = subprocess.Popen(
+            [place.python, *command], cwd=place.folder, env=place.environment(), stdout=sink, stderr=sink
+        )
+        try:
+            while child.poll() is None and time.monotonic() < deadline:
+                if run.kill_at is not None and any(step >= run.kill_at for step, _ in rows(log, run.metric)):
+                    return
+                time.sleep(0.2)
+            if child.poll() is None:
+                raise Failed(f"{run.label}: still running after {LIMIT:.0f} s\n{_end(output)}")
+        finally:
+            child.kill()
+            child.wait()
+    if child.returncode or run.kill_at is not None:
+        raise Failed(f"{run.label}: ended with {child.returncode}\n{_end(output)}")
+
+
+def _end(output: Path) -> str:
+    return output.read_text("utf-8", "replace")[-3000:]
