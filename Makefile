@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: setup serve demo test lint format bench compat docs openapi proto lock clean
+.PHONY: setup serve demo test lint format bench compat cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
