@@ -138,6 +138,28 @@ def demo(
 
 
 @app.command()
+def tokenizer(
+    name: Annotated[str, typer.Argument(help="Name of the base model, org/name, as the server serves it.")],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of the model or its tokenizer; without it the built-in model in the data folder."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The server's data folder.")] = None,
+) -> None:
+    """Let clients on this machine load a base model's tokenizer by its name, without the hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from app.tokenizers import install
+    from engines.base_models import built_in_folder
+
+    try:
+        installed = install(name, folder or built_in_folder(_data_folder(data_dir)), Path(HF_HUB_CACHE))
+    except (OSError, ValueError) as error:
+        raise fail(str(error)) from None
+    typer.echo(f"installed {installed}")
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(installed_version("tinsmith"))
@@ -155,12 +177,15 @@ def openapi(
     typer.echo(f"wrote {output}")
 
 
-def _development_key(data_dir: Path | None) -> str:
-    folder = data_dir
-    if folder is None:
+def _data_folder(data_dir: Path | None) -> Path:
+    if data_dir is None:
         configured = os.environ.get("TINSMITH_DATA_DIR")
-        folder = Path(configured) if configured else Settings().data_dir
-    file = folder.expanduser() / "dev_key"
+        data_dir = Path(configured) if configured else Settings().data_dir
+    return data_dir.expanduser()
+
+
+def _development_key(data_dir: Path | None) -> str:
+    file = _data_folder(data_dir) / "dev_key"
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError as error:
