@@ -95,7 +95,14 @@ async def storage_between(db: AsyncSession, project_id: str, start: datetime, en
         StoredCheckpoint.created_at < end,
         or_(StoredCheckpoint.deleted_at.is_(None), StoredCheckpoint.deleted_at > start),
     )
-    rows = await db.scalars(select(StoredCheckpoint).where(*wanted).order_by(StoredCheckpoint.created_at))
+    columns = (
+        StoredCheckpoint.base_model,
+        StoredCheckpoint.session_id,
+        StoredCheckpoint.size_bytes,
+        StoredCheckpoint.created_at,
+        StoredCheckpoint.deleted_at,
+    )
+    rows = await db.execute(select(*columns).where(*wanted).order_by(StoredCheckpoint.created_at))
     return [
         StorageRecord(
             base_model=row.base_model,

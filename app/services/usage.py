@@ -12,8 +12,9 @@ writing tokens down (`operations.py`, in the transaction that finishes the opera
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -93,12 +94,8 @@ class Usage:
         async def read(db: AsyncSession) -> UsageReport:
             tokens = await usage.tokens_between(db, project_id, start, end)
             stored = await usage.storage_between(db, project_id, start, end)
-            rows = [
-                *(_token_row(record) for record in tokens),
-                *_count_rows(stored, start, end),
-                *_storage_rows(stored, start, min(end, self._clock())),
-            ]
-            rows.sort(key=lambda row: (row.bucket_start, _ORDER.index(row.kind), -row.quantity))
+            until = min(end, self._clock())
+            rows = await asyncio.to_thread(_rows, tokens, stored, start, end, until)  # there may be many
             session_ids = {row.session_id for row in rows if row.session_id is not None}
             return UsageReport(rows, await usage.metadata_of_sessions(db, project_id, session_ids))
 
@@ -142,6 +139,22 @@ def _hour(value: datetime, field: str) -> datetime:
     if (utc.minute, utc.second, utc.microsecond) != (0, 0, 0):
         raise InvalidRequest(f"{field} {value.isoformat()} is not the beginning of a UTC hour", field=field)
     return utc
+
+
+def _rows(
+    tokens: Sequence[TokenUsageRecord],
+    stored: Sequence[StorageRecord],
+    start: datetime,
+    end: datetime,
+    until: datetime,
+) -> list[UsageRow]:
+    rows = [
+        *(_token_row(record) for record in tokens),
+        *_count_rows(stored, start, end),
+        *_storage_rows(stored, start, until),
+    ]
+    rows.sort(key=lambda row: (row.bucket_start, _ORDER.index(row.kind), -row.quantity))
+    return rows
 
 
 def _token_row(record: TokenUsageRecord) -> UsageRow:
