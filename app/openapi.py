@@ -59,6 +59,7 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "optim_step": requests.OptimStepRequest,
     "zero_grad": requests.ZeroGradRequest,
     "create_model": requests.CreateModelRequest,
+    "create_custom_loss": requests.CreateCustomLossRequest,
     "get_info": requests.GetInfoRequest,
     "save_weights": requests.SaveWeightsRequest,
     "load_weights": requests.LoadWeightsRequest,

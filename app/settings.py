@@ -37,6 +37,10 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
+_LOCAL = ("/", "~", ".")
+"""How a path begins, as opposed to a hub id."""
+
+
 class SettingsError(Exception):
     """The configuration cannot be used. The text has one line for each problem, with where the value came from."""
 
@@ -53,6 +57,8 @@ class BaseModelSource(BaseModel):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, value: str) -> str:
+        if value.startswith(_LOCAL):
+            raise ValueError(f"{value!r} is a folder without a name; write NAME={value}")
         if not _NAME.fullmatch(value) or len(value) > 128:
             raise ValueError(
                 f"{value!r} is not a model name; write a name such as org/model, or NAME=PATH for a folder"
@@ -63,7 +69,7 @@ class BaseModelSource(BaseModel):
     def source(self) -> str | None:
         """A local folder or a hub id; None for the built-in default model."""
         if self.path is not None:
-            local = self.path.startswith(("~", "/", "."))
+            local = self.path.startswith(_LOCAL)
             return str(Path(self.path).expanduser().absolute()) if local else self.path
         return None if self.name == DEFAULT_BASE_MODEL else self.name
 
@@ -108,7 +114,9 @@ class Settings(BaseSettings):
     restart_limit: int = Field(
         3, ge=0, description="How often in a row a worker that died is started again before its base model fails."
     )
-    max_adapters: Count = Field(64, description="Training runs that are live at once on each base model.")
+    max_adapters: Count = Field(
+        64, description="Training runs that are live at once on each base model; names of one folder share it."
+    )
     max_rank: Count = Field(256, description="Largest LoRA rank that a client may ask for.")
     max_sample_rows: Count = Field(64, description="Sequences that are generated at once on each base model.")
     max_sample_tokens: Count = Field(
@@ -297,6 +305,13 @@ def load_settings(
         raise SettingsError(_explain(error, origin)) from None
 
 
+def check_folders(settings: Settings) -> None:
+    """Raise `SettingsError` for a base model whose folder is missing: a worker would find out only after it started."""
+    for model in settings.base_model:
+        if model.path is not None and model.path.startswith(_LOCAL) and not Path(model.source or "").is_dir():
+            raise SettingsError(f"base_model {model.name}: there is no folder {model.path!r}")
+
+
 def _read_file(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
@@ -355,6 +370,8 @@ def _explain(error: ValidationError, origin: Mapping[str, str]) -> str:
         if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
             lines.append(f"{name} ({where}) is not a setting{_closest(name, list(Settings.model_fields))}")
             continue
+        if item["type"] == "too_short" and len(error.errors()) > 1:
+            continue  # only because the entries that are named on the other lines were left out
         message = item["msg"].removeprefix("Value error, ")
         message = message[:1].lower() + message[1:]
         lines.append(f"{path} = {_short(item['input'])} ({where}): {message}")

@@ -130,12 +130,13 @@ def resolve_loss(name: str, config: Config) -> tuple[LossFunction, dict[str, flo
 def datum_metrics(term: LossTerm, lp: Tensor, inputs: Inputs) -> dict[str, float]:
     """What one datum adds to the metrics; names have exactly one colon, the part after it says how they merge.
 
-    `loss:sum`; for losses with q, over the positions where A or q is not 0 (prompt positions have both 0):
+    `loss:sum`; a custom loss's own; for losses with q, over the positions where A or q is not 0 (prompts have both 0):
     `logprob_gap_abs:mean` and `:max` = |lp - q|, `ratio:mean` = r, `kl_sample_train:mean` = q - lp (an estimate of
     KL(sampler || trainer)), and `clip_fraction:mean` where clipping exists. A datum without such positions agrees
     perfectly: gap 0, ratio 1.
     """
-    metrics = {"loss:sum": float(term.loss.detach().double())}
+    reported = term.loss if term.value is None else term.value
+    metrics = {"loss:sum": float(reported.detach().double()), **term.metrics}
     if "logprobs" not in inputs:
         return metrics
     counted = (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)

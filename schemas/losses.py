@@ -37,5 +37,8 @@ LOSSES: Mapping[str, LossSignature] = {
     "stable_reinforce": LossSignature(_POLICY, frozenset(), {"kl_coeff": 0.0}),
 }
 
+CUSTOM = LossSignature(frozenset({"target_tokens"}), two_dimensional=True)
+"""Of `custom`: what else there is, and of which shape, the uploaded graph says."""
+
 INTEGER_INPUTS = frozenset({"target_tokens"})
 """Inputs that are token ids (int64); every other input is float32."""

@@ -2,6 +2,7 @@
 
 from schemas.http.account import AuthTokenRequest
 from schemas.http.base import RequestModel
+from schemas.http.custom_losses import CreateCustomLossRequest
 from schemas.http.futures import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 from schemas.http.models import CreateModelRequest, GetInfoRequest, LoraConfig, OptimizerConfig
 from schemas.http.sampling import (
@@ -47,6 +48,7 @@ __all__ = [
     "CancelFutureRequest",
     "ClientConfigRequest",
     "CopyWeightsRequest",
+    "CreateCustomLossRequest",
     "CreateModelRequest",
     "CreateSamplingSessionRequest",
     "CreateSessionRequest",

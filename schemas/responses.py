@@ -22,6 +22,7 @@ from schemas.http.billing import (
     TrainingUsage,
     UsageInfo,
 )
+from schemas.http.custom_losses import CreateCustomLossResult
 from schemas.http.futures import (
     CompleteMetadata,
     FailedFuture,
@@ -105,6 +106,7 @@ __all__ = [
     "ClientFinishedStatus",
     "CompleteMetadata",
     "CopyWeightsResponse",
+    "CreateCustomLossResult",
     "CreateModelResult",
     "CreateSamplingSessionResponse",
     "CreateSessionResponse",

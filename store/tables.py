@@ -201,6 +201,20 @@ class Checkpoint(Base):
     expires_at: Mapped[datetime | None]
 
 
+class CustomLoss(Base):
+    """The graph of an uploaded loss; `loss_id` names session and number."""
+
+    __tablename__ = "custom_losses"
+    __table_args__ = (Index(None, "session_id"),)
+
+    loss_id: Mapped[str] = mapped_column(primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.session_id"))
+    name: Mapped[str]
+    graph: Mapped[str]
+    created_at: Mapped[datetime]
+
+
 class Operation(Base):
     """A body is either inline (`*_inline`) or a reference to a file (`*_ref`); both NULL once expired. `settled_seq`
     numbers the outcomes of a scope in the order in which they became durable. `checkpoint_id` is what a sample reads:

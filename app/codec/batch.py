@@ -14,24 +14,21 @@ import numpy as np
 from app.codec.limits import CodecLimits
 from app.codec.tensors import Numbers, to_float32
 from schemas.errors import InvalidRequest
-from schemas.losses import INTEGER_INPUTS, LOSSES, LossSignature
+from schemas.losses import CUSTOM, INTEGER_INPUTS, LOSSES, LossSignature
 from schemas.operations import Datum, Int64, TrainBatch
 
 MAX_TOKEN_ID = 2**31 - 1
 
-_HINTS = {
-    "custom": "forward_backward_custom of the SDK runs a custom loss in the client, which needs nothing of the server",
-}
+CUSTOM_LOSS = "custom"
 
 
 def signature_of(loss_fn: str) -> LossSignature:
     """What a loss takes. Raises InvalidRequest naming the losses that there are."""
-    signature = LOSSES.get(loss_fn)
+    signature = CUSTOM if loss_fn == CUSTOM_LOSS else LOSSES.get(loss_fn)
     if signature is None:
         raise InvalidRequest(
-            f"loss_fn {loss_fn[:64]!r} is not offered; accepted: {', '.join(sorted(LOSSES))}",
+            f"loss_fn {loss_fn[:64]!r} is not offered; accepted: {', '.join([*sorted(LOSSES), CUSTOM_LOSS])}",
             field="loss_fn",
-            hint=_HINTS.get(loss_fn),
             code="unknown_loss",
         )
     return signature
@@ -39,6 +36,9 @@ def signature_of(loss_fn: str) -> LossSignature:
 
 def checked_config(loss_fn: str, config: Mapping[str, float | str]) -> dict[str, float]:
     """The parameters of a loss as finite floats. Raises InvalidRequest for an unknown key, text, a value off bounds."""
+    if loss_fn == CUSTOM_LOSS:
+        loss_id_of(config)
+        return {}
     defaults = signature_of(loss_fn).config
     for name, value in config.items():
         field = f"loss_fn_config.{name[:64]}"
@@ -58,6 +58,18 @@ def checked_config(loss_fn: str, config: Mapping[str, float | str]) -> dict[str,
             field="loss_fn_config.clip_low_threshold",
         )
     return found
+
+
+def loss_id_of(config: Mapping[str, float | str]) -> str:
+    """The custom loss that a batch names. Raises InvalidRequest unless that is all that the parameters say."""
+    loss_id = config.get("loss_id")
+    if not isinstance(loss_id, str) or len(config) != 1:
+        raise InvalidRequest(
+            "loss_fn_config of a custom loss must be its loss_id, a text, and nothing else",
+            field="loss_fn_config.loss_id",
+            hint="create_custom_loss gives the id",
+        )
+    return loss_id
 
 
 def checked_tokens(tokens: Int64, field: str, limits: CodecLimits) -> Int64:
@@ -107,7 +119,8 @@ def _checked_datum(
         raise InvalidRequest(
             f"{where}.loss_fn_inputs lacks {', '.join(missing)}, which {loss_fn} needs", field=f"{where}.loss_fn_inputs"
         )
-    if extra := sorted(given - accepted):
+    custom = loss_fn == CUSTOM_LOSS
+    if extra := sorted(given - accepted if not custom else ()):
         raise InvalidRequest(
             f"{where}.loss_fn_inputs has {', '.join(name[:64] for name in extra[:8])}, which {loss_fn} does not read; "
             f"accepted: {', '.join(sorted(accepted))}",
@@ -119,13 +132,13 @@ def _checked_datum(
     inputs: dict[str, Numbers] = {}
     for name, values in datum.inputs.items():
         field = f"{where}.loss_fn_inputs.{name}"
-        if values.shape != target_shape:
+        if values.shape != target_shape and not custom:
             raise InvalidRequest(
                 f"{field} has shape {list(values.shape)}, but target_tokens and the model input of {n} tokens "
                 f"need {list(target_shape)}",
                 field=field,
             )
-        inputs[name] = _checked_values(name, values, field)
+        inputs[name] = _checked_values(name, values, field, keep_integers=custom)
     if loss_fn == "cross_entropy" and "weights" not in inputs:
         inputs["weights"] = np.ones(target_shape, dtype=np.float32)
     _check_thresholds(inputs, where, signature, config)
@@ -143,11 +156,13 @@ def _check_target_shape(shape: tuple[int, ...], n: int, field: str, loss_fn: str
     )
 
 
-def _checked_values(name: str, values: Numbers, field: str) -> Numbers:
+def _checked_values(name: str, values: Numbers, field: str, *, keep_integers: bool) -> Numbers:
     if name in INTEGER_INPUTS:
         if values.dtype != np.int64:
             raise InvalidRequest(f"{field} must hold integers (token ids), but holds floats", field=field)
         return _checked_ids(values.astype(np.int64, copy=False), field)
+    if keep_integers and values.dtype == np.int64:
+        return values
     floats = to_float32(values, copy=False)
     if not np.isfinite(floats).all():
         at = int(np.flatnonzero(~np.isfinite(floats))[0])

@@ -5,14 +5,14 @@ Pure functions over bytes, made to run in a thread: the numbers are converted in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from app.codec.batch import build_batch, check_count, checked_config, checked_tokens
+from app.codec.batch import CUSTOM_LOSS, build_batch, check_count, checked_config, checked_tokens, loss_id_of
 from app.codec.json_text import parse_request
 from app.codec.limits import CodecLimits
 from app.codec.provenance import ProvenanceSpan, SampledRun, sampled_runs
@@ -37,6 +37,8 @@ class ParsedForwardBackward:
     seq_id: int | None
     batch: TrainBatch
     forward_only: bool
+    loss_id: str | None = None
+    """The custom loss that the batch names; its graph and the check of its inputs are still missing."""
     sampled: tuple[tuple[SampledRun, ...], ...] = ()
     """For a loss that compares with the sampler: which targets of each datum were sampled, where it says so."""
 
@@ -93,7 +95,12 @@ def _from_proto(body: bytes, limits: CodecLimits, forward: bool) -> ParsedForwar
     batch = build_batch(message.model_id, datums, message.loss_fn, config, forward_only=forward_only)
     spans = [(_proto_spans(datum.model_input_spans), _proto_spans(datum.loss_fn_input_spans)) for datum in message.data]
     return ParsedForwardBackward(
-        message.model_id, message.seq_id or None, batch, forward_only, _sampled_runs(batch, spans)
+        message.model_id,
+        message.seq_id or None,
+        batch,
+        forward_only,
+        _loss_id(batch, config),
+        _sampled_runs(batch, spans),
     )
 
 
@@ -130,6 +137,10 @@ def _proto_datum(datum: pb.Datum, where: str, limits: CodecLimits, budget: CellB
         for name, tensor in datum.loss_fn_inputs.items()
     }
     return Datum(tokens, inputs)
+
+
+def _loss_id(batch: TrainBatch, config: Mapping[str, float | str]) -> str | None:
+    return loss_id_of(config) if batch.loss_fn == CUSTOM_LOSS else None
 
 
 def _sampled_runs(
@@ -191,7 +202,9 @@ def _from_json(body: bytes, limits: CodecLimits, forward: bool) -> ParsedForward
     datums = [_json_datum(datum, f"data[{i}]", limits, budget) for i, datum in enumerate(data)]
     batch = build_batch(request.model_id, datums, loss_fn, config, forward_only=forward_only)
     spans = [(_json_spans(datum.model_input_spans), _json_spans(datum.loss_fn_input_spans)) for datum in data]
-    return ParsedForwardBackward(request.model_id, request.seq_id, batch, forward_only, _sampled_runs(batch, spans))
+    return ParsedForwardBackward(
+        request.model_id, request.seq_id, batch, forward_only, _loss_id(batch, config), _sampled_runs(batch, spans)
+    )
 
 
 def _json_datum(datum: JsonDatum, where: str, limits: CodecLimits, budget: CellBudget) -> Datum:

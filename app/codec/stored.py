@@ -35,6 +35,9 @@ from schemas.proto import tinker_public_pb2 as pb
 
 Fields = dict[str, Any]
 
+_GRAPH = "graph"
+"""Where a stored batch keeps the graph of its custom loss: it can then run whatever becomes of the loss."""
+
 
 def digest(data: bytes) -> str:
     """SHA-256 of a canonical form, in hex."""
@@ -130,6 +133,8 @@ def _batch_to_proto(batch: TrainBatch) -> bytes:
     )
     for name, value in batch.loss_config.items():
         message.loss_fn_config[name] = value
+    if batch.loss_graph is not None:
+        message.loss_fn_config_v2[_GRAPH].text = batch.loss_graph
     for datum in batch.datums:
         stored = message.data.add()
         stored.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
@@ -151,6 +156,7 @@ def _batch_from_proto(data: bytes) -> TrainBatch:
         message.loss_fn,
         dict(message.loss_fn_config),
         backward=not message.forward_only,
+        loss_graph=message.loss_fn_config_v2[_GRAPH].text if _GRAPH in message.loss_fn_config_v2 else None,
     )
 
 

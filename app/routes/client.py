@@ -23,6 +23,7 @@ async def client_config(request: Request, settings: SettingsDep) -> ClientConfig
         sample_max_concurrent_requests=settings.sample_max_concurrent_requests,
         sample_use_retrieve_futures=settings.sample_use_retrieve_futures,
         sample_join_sampling_session=settings.sample_join_sampling_session,
+        custom_loss_server_side=settings.custom_loss_server_side,
         fwdbwd_max_chunk_bytes_count=min(CHUNK_BYTES, settings.max_body_bytes // 2),
     )
 

@@ -24,6 +24,7 @@ from app.codec import (
     optim_step_operation,
 )
 from app.services.base_models import BaseModels
+from app.services.custom_losses import CustomLosses
 from app.services.limits import check_batch
 from app.services.operations import Finished, Operations, Rows, Submission
 from app.services.paths import model_id_of
@@ -71,6 +72,7 @@ class Training:
         operations: Operations,
         runs: Runs,
         stability: Stability,
+        custom_losses: CustomLosses,
         max_rank: int,
         draw_seed: Callable[[], int],
         clock: Callable[[], datetime],
@@ -80,6 +82,7 @@ class Training:
         self._operations = operations
         self._runs = runs
         self._stability = stability
+        self._custom_losses = custom_losses
         self._max_rank = max_rank
         self._draw_seed = draw_seed
         self._clock = clock
@@ -152,9 +155,12 @@ class Training:
         run = await self._runs.owned(project_id, model_id)
         runtime = self._runs.runtime(run)
         check_batch(parsed.batch, runtime.info)
-        kind = _batch_kind(parsed)
+        kind, batch = _batch_kind(parsed), parsed.batch
         if parsed.sampled:
-            batch = await with_recorded(self._stability, project_id, parsed.batch, parsed.sampled)
+            batch = await with_recorded(self._stability, project_id, batch, parsed.sampled)
+        if parsed.loss_id is not None:
+            batch = await self._custom_losses.with_graph(project_id, batch, parsed.loss_id)
+        if batch is not parsed.batch:
             async with self._decoding:
                 canonical = await asyncio.to_thread(encode_operation, kind, batch)
         record = await self._operations.accept(
@@ -269,8 +275,8 @@ def _decode(
     """The batch, its canonical form and the digest of that: all that is slow about a large body, for a thread."""
     parsed = decode_forward_backward(body, content_type, limits, forward=forward)
     canonical = encode_operation(_batch_kind(parsed), parsed.batch)
-    provenance = repr(parsed.sampled).encode() if parsed.sampled else b""
-    return parsed, canonical, digest(canonical + provenance)
+    beside = repr((parsed.loss_id, parsed.sampled)).encode() if parsed.loss_id or parsed.sampled else b""
+    return parsed, canonical, digest(canonical + beside)
 
 
 def _batch_kind(parsed: ParsedForwardBackward) -> str:

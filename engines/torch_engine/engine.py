@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.base import BaseEngine
+from engines.custom_loss import CustomLoss
 from engines.lora import AdapterWeights, Router, attach, check_fits, init_adapter, linear_families, resolve_targets
 from engines.loss_term import LossTerm
 from engines.losses import datum_metrics, merge_metrics, resolve_loss
@@ -248,12 +249,12 @@ class TorchEngine(BaseEngine):
         """All datums, one after the other; gradients into `collected`, one entry of its count per datum."""
         state = self._state(batch.adapter_id)
         config = check_batch(batch, self.info)
-        function, _ = resolve_loss(batch.loss_fn, batch.loss_config)
+        function = _loss_function(batch)
         logprobs: list[np.ndarray[Any, np.dtype[np.float32]]] = []
         metrics: list[Mapping[str, float]] = []
         with _memory_errors(f"a batch of {len(batch.datums)} datums"):
             for index, datum in enumerate(batch.datums):
-                inputs = self._tensors(datum)
+                inputs = self._tensors(datum, keep_dtypes=batch.loss_graph is not None)
                 with self.router.use([(state.weights, slice(0, 1))]):
                     lp, term = self._datum(datum, inputs, function, config)
                     if not bool(torch.isfinite(lp).all()):
@@ -262,7 +263,7 @@ class TorchEngine(BaseEngine):
                         grads = _gradient(term.loss, state.weights.tensors)
                         collected.add(grads, 1, None if _finite(grads) else (0, 0))
                 logprobs.append(lp.detach().cpu().numpy())
-                metrics.append(datum_metrics(term, lp, inputs))
+                metrics.append(datum_metrics(term, lp, inputs if batch.loss_graph is None else {}))
         return TrainResult(tuple(logprobs), merge_metrics(metrics))
 
     def _datum(
@@ -273,9 +274,13 @@ class TorchEngine(BaseEngine):
         lp = _loaded(self._head).target_logprobs(hidden, inputs["target_tokens"])
         return lp, function(lp, inputs, config)
 
-    def _tensors(self, datum: Datum) -> dict[str, Tensor]:
+    def _tensors(self, datum: Datum, *, keep_dtypes: bool) -> dict[str, Tensor]:
+        """The inputs on the device; ids are int64, the rest float32 unless it keeps its dtype (a custom loss's)."""
         device = self.model.get_input_embeddings().weight.device
-        kinds = {name: torch.int64 if name in INTEGER_INPUTS else torch.float32 for name in datum.inputs}
+        kinds = {
+            name: torch.int64 if name in INTEGER_INPUTS or (keep_dtypes and values.dtype == np.int64) else torch.float32
+            for name, values in datum.inputs.items()
+        }
         return {name: torch.tensor(datum.inputs[name], dtype=kind, device=device) for name, kind in kinds.items()}
 
     def _state(self, adapter_id: str) -> AdapterState:
@@ -283,6 +288,12 @@ class TorchEngine(BaseEngine):
         if state is None:
             raise NotFound("there is no such adapter")
         return state
+
+
+def _loss_function(batch: TrainBatch) -> Callable[..., LossTerm]:
+    if batch.loss_graph is not None:
+        return CustomLoss.from_text(batch.loss_graph)
+    return resolve_loss(batch.loss_fn, batch.loss_config)[0]
 
 
 def _gradient(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:

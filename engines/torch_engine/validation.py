@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engines.losses import resolve_loss
 from schemas.errors import InvalidRequest
-from schemas.losses import INTEGER_INPUTS, LOSSES, LossSignature
+from schemas.losses import CUSTOM, INTEGER_INPUTS, LOSSES, LossSignature
 from schemas.operations import BaseModelInfo, Datum, TrainBatch
 
 Array = NDArray[np.float32] | NDArray[np.int64]
@@ -18,6 +18,10 @@ Array = NDArray[np.float32] | NDArray[np.int64]
 
 def check_batch(batch: TrainBatch, info: BaseModelInfo) -> dict[str, float]:
     """Raise `InvalidRequest` naming the first thing wrong; returns the loss's complete configuration."""
+    if batch.loss_graph is not None:
+        for index, datum in enumerate(batch.datums):
+            _check_datum(datum, f"data[{index}]", CUSTOM, batch.loss_fn, info)
+        return {}
     _, config = resolve_loss(batch.loss_fn, batch.loss_config)
     for key, value in config.items():
         if not np.isfinite(value):
@@ -48,7 +52,8 @@ def _check_datum(datum: Datum, where: str, signature: LossSignature, loss: str, 
     inputs = f"{where}.loss_fn_inputs"
     for name in sorted(signature.required - datum.inputs.keys()):
         raise InvalidRequest(f"{loss} needs the input {name!r}", field=f"{inputs}.{name}")
-    for name in sorted(datum.inputs.keys() - signature.required - signature.optional):
+    extra = datum.inputs.keys() - signature.required - signature.optional
+    for name in sorted(extra if signature is not CUSTOM else ()):
         accepted = ", ".join(sorted(signature.required | signature.optional))
         raise InvalidRequest(f"{loss} takes no input {name!r}; it takes: {accepted}", field=f"{inputs}.{name}")
     shape = datum.inputs["target_tokens"].shape
@@ -57,7 +62,8 @@ def _check_datum(datum: Datum, where: str, signature: LossSignature, loss: str, 
         accepted = f"[{length}] or [{length}, K]" if signature.two_dimensional else f"[{length}]"
         raise InvalidRequest(f"the shape is {list(shape)}; it must be {accepted}", field=f"{inputs}.target_tokens")
     for name, values in datum.inputs.items():
-        _check_input(name, values, shape, f"{inputs}.{name}", info)
+        own = values.shape if signature is CUSTOM else shape
+        _check_input(name, values, own, f"{inputs}.{name}", info)
 
 
 def _check_input(name: str, values: Array, shape: tuple[int, ...], where: str, info: BaseModelInfo) -> None:

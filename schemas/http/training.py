@@ -43,7 +43,7 @@ class Datum(RequestModel):
 
 
 Data = Annotated[Items[Datum], Field(min_length=1)]
-LossConfig = dict[str, float]
+LossConfig = dict[str, float | str]
 
 
 class ForwardBackwardInput(RequestModel):

@@ -15,6 +15,7 @@ def upgrade() -> None:
     _tenants()
     _sessions()
     _checkpoints()
+    _custom_losses()
     _operations()
     _sampling()
     _records()
@@ -133,6 +134,22 @@ def _checkpoints() -> None:
     )
     op.create_index("ix_checkpoints_project_id_created_at", "checkpoints", ["project_id", "created_at"])
     op.create_index("ix_checkpoints_expires_at", "checkpoints", ["expires_at"])
+
+
+def _custom_losses() -> None:
+    op.create_table(
+        "custom_losses",
+        sa.Column("loss_id", sa.String(), nullable=False),
+        sa.Column("project_id", sa.String(), nullable=False),
+        sa.Column("session_id", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("graph", sa.String(), nullable=False),
+        sa.Column("created_at", sa.DateTime(), nullable=False),
+        sa.PrimaryKeyConstraint("loss_id", name="pk_custom_losses"),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.project_id"], name="fk_custom_losses_project_id_projects"),
+        sa.ForeignKeyConstraint(["session_id"], ["sessions.session_id"], name="fk_custom_losses_session_id_sessions"),
+    )
+    op.create_index("ix_custom_losses_session_id", "custom_losses", ["session_id"])
 
 
 def _operations() -> None:
