@@ -19,7 +19,7 @@ from typing import Annotated, Any, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from app.settings import Settings, SettingsError, load_settings
+from app.settings import Settings, SettingsError, check_folders, load_settings
 from app.settings_docs import default_text, kind_text, option_name
 
 FAILED = 1
@@ -30,6 +30,7 @@ app = typer.Typer(
     help="A self-hosted fine-tuning API that speaks Tinker's protocol.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # boxes cut long option names in a narrow terminal
     pretty_exceptions_enable=False,
 )
 
@@ -37,6 +38,21 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of the `tinsmith` command."""
     app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(installed_version("tinsmith"))
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A self-hosted fine-tuning API that speaks Tinker's protocol."""
 
 
 def fail(message: str, code: int = FAILED) -> typer.Exit:
@@ -95,6 +111,7 @@ def serve(*, config: Path | None = None, **values: Any) -> None:
     given = {name: value for name, value in values.items() if value not in (None, [], ())}
     try:
         settings = load_settings(given, config=config)
+        check_folders(settings)
     except SettingsError as error:
         raise fail(str(error), USAGE) from None
     from app.serve import run
@@ -126,15 +143,21 @@ def demo(
     """Fine-tune a model on a few poems, on a server that is running (examples/quickstart.py)."""
     quickstart = _load_quickstart()
     key = api_key or _development_key(data_dir)
-    quickstart.run(
-        base_url=url,
-        api_key=key,
-        model=model or _first_model(url, key),
-        steps=steps,
-        learning_rate=learning_rate,
-        rank=rank,
-        output=output,
-    )
+    model = model or _first_model(url, key)
+    import tinker
+
+    try:
+        quickstart.run(
+            base_url=url,
+            api_key=key,
+            model=model,
+            steps=steps,
+            learning_rate=learning_rate,
+            rank=rank,
+            output=output,
+        )
+    except tinker.TinkerError as error:
+        raise fail(f"the demo failed: {error}") from None
 
 
 @app.command()

@@ -39,7 +39,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
 
     if not issubclass(engine_class, TorchEngine):
         raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
-    progress("preparing the files of the base model")
+    progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
     engine = TorchEngine(folder, dtype=spec.dtype, device=spec.device, threads=spec.threads, name=spec.model)

@@ -27,6 +27,7 @@ def worker_environment(spec: WorkerSpec, base: Mapping[str, str]) -> dict[str, s
     # Threads that spin while they wait for each other steal the cores of whatever else runs here: measured with both
     # cores busy, a step on two spinning threads costs 15 s of CPU and 14 s, on two waiting ones 8 s and 6 s.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    env.setdefault("TQDM_DISABLE", "1")  # bars of libraries have no place in a log
     env.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
     if spec.threads is not None:
         env.update(OMP_NUM_THREADS=str(spec.threads), MKL_NUM_THREADS=str(spec.threads))

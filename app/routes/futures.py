@@ -55,7 +55,7 @@ async def retrieve_future(
             return Response(again.model_dump_json(), 408, media_type=JSON)
         case Failed(record, error):
             failed = FailedFuture(
-                error=error.message,
+                error=f"{error.message} ({error.hint})" if error.hint else error.message,
                 category=error.category,
                 code=error.code,
                 field=error.field,

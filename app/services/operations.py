@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
 from app.services.paths import session_of
-from schemas.errors import EngineFailure, InvalidRequest, TinsmithError, Unavailable
+from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError, Unavailable
 from schemas.http.base import MAX_INT64
 from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SaveWeights
 from store import operations as log
@@ -157,6 +157,15 @@ class Operations:
 
         try:
             record, created = await self._store.write(append)
+        except SeqIdConflict as error:
+            await self._bodies.delete([body])
+            if submission.creates:  # the number that the client gave is the model's place in its session
+                raise SeqIdConflict(
+                    f"model_seq_id {submission.seq_id} was used before with another request",
+                    field="model_seq_id",
+                    hint=error.hint,
+                ) from None
+            raise
         except Exception:
             await self._bodies.delete([body])
             raise

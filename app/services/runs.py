@@ -152,7 +152,7 @@ async def require_active(db: AsyncSession, project_id: str, session_id: str) -> 
 def lost(model_id: str) -> ModelLost:
     """The error of work for a run whose live state is gone."""
     return ModelLost(
-        f"the live weights of {model_id!r} were lost: its worker process ended",
+        f"the live weights of {model_id!r} are gone: the process that held them has ended, or the server was restarted",
         field="model_id",
         hint="create a new training client from the last saved state",
     )

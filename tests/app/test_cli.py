@@ -53,12 +53,12 @@ def test_options_reach_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(app.serve, "run", run)
     config = tmp_path / "c.toml"
     config.write_text("max_rank = 8\n")
-    arguments = ["serve", "--config", str(config), "--port", "99", "--base-model", "a=/x", "--base-model", "b"]
+    arguments = ["serve", "--config", str(config), "--port", "99", "--base-model", f"a={tmp_path}", "--base-model", "b"]
     done = runner.invoke(cli.app, arguments, env={"TINSMITH_MAX_ADAPTERS": "3"})
     assert done.exit_code == 0, done.output
     [settings] = seen
     assert (settings.max_rank, settings.port, settings.max_adapters) == (8, 99, 3)
-    assert settings.base_models == {"a": "/x", "b": "b"}
+    assert settings.base_models == {"a": str(tmp_path), "b": "b"}
 
 
 @pytest.mark.parametrize(

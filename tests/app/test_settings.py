@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app import settings_docs
-from app.settings import DEFAULT_BASE_MODEL, Settings, SettingsError, load_settings
+from app.settings import DEFAULT_BASE_MODEL, Settings, SettingsError, check_folders, load_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,3 +92,16 @@ def test_every_setting_is_described() -> None:
     for name, info in Settings.model_fields.items():
         assert info.description, name
         assert info.description.endswith((".", "!")), name
+
+
+def test_a_folder_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
+    settings = load_settings({"base_model": [f"acme/x={tmp_path / 'absent'}", f"acme/y={tmp_path}"]}, environ={})
+    with pytest.raises(SettingsError, match=r"acme/x: there is no folder .*absent"):
+        check_folders(settings)
+
+
+def test_a_folder_without_a_name_says_how_to_give_one() -> None:
+    with pytest.raises(SettingsError) as error:
+        load_settings({"base_model": ["/models/mine"]}, environ={})
+    assert "write NAME=/models/mine" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
