@@ -58,7 +58,7 @@ class BaseModelSource(BaseModel):
     @classmethod
     def _plain_name(cls, value: str) -> str:
         if value.startswith(_LOCAL):
-            raise ValueError(f"{value!r} is a folder without a name; write NAME={value}")
+            raise ValueError(f"{value!r} is a folder without a name; write NAME=PATH, for example org/model={value}")
         if not _NAME.fullmatch(value) or len(value) > 128:
             raise ValueError(
                 f"{value!r} is not a model name; write a name such as org/model, or NAME=PATH for a folder"

@@ -103,5 +103,5 @@ def test_a_folder_that_is_not_there_is_named_at_once(tmp_path: Path) -> None:
 def test_a_folder_without_a_name_says_how_to_give_one() -> None:
     with pytest.raises(SettingsError) as error:
         load_settings({"base_model": ["/models/mine"]}, environ={})
-    assert "write NAME=/models/mine" in str(error.value)
+    assert "org/model=/models/mine" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
