@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
 from app.settings import Settings
 from store.slots import slot_checkpoint
 from tests.support.api import DATA, Api, serving
@@ -151,6 +153,27 @@ async def test_requests_accepted_while_the_slot_moves_all_succeed(api: Api) -> N
     await asyncio.gather(move(), *(sample() for _ in range(4)))
     await sweep()
     assert len(_folders(api)) == 1
+
+
+async def test_weights_that_are_swept_just_before_a_request_is_accepted_are_not_used(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await api.model()
+    sampler = await _save(api, model, 0)
+    services = api.edge.app.state.services
+    accept, moves = services.operations.accept, iter([True])
+
+    async def late(submission: Any) -> Any:
+        if submission.kind == "sample" and next(moves, False):
+            await api.train(model, steps=3)
+            await _save(api, model, 1)
+            await services.housekeeping.sweep()
+            assert len(_folders(api)) == 1
+        return await accept(submission)
+
+    monkeypatch.setattr(services.operations, "accept", late)
+    assert _near(await _scores(api, sampler), (await api.scores(model))[0])
+    assert next(moves, None) is None
 
 
 async def test_the_slot_ends_with_the_session(api: Api) -> None:
