@@ -6,14 +6,14 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from app.tokenizers import install
 from benchmarks.cookbook import data, environment, report
 from benchmarks.cookbook.execute import Failed, Outcome, Place, download, execute, last_checkpoint
-from benchmarks.cookbook.recipes import MODEL, runs
+from benchmarks.cookbook.recipes import MODEL, Run, runs
 from engines.base_models import DEFAULT_MODEL, prepare
 from tests.support.server import serve
 
@@ -34,28 +34,39 @@ def place(python: Path, base_model: Path, folder: Path) -> Iterator[Place]:
         yield Place(python, folder, {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key})
 
 
+def run_all(chosen: Sequence[Run], here: Place) -> tuple[list[Outcome], list[Failed]]:
+    """Run one after the other, each whatever became of the others, and say what each did as it ends."""
+    outcomes: list[Outcome] = []
+    failures: list[Failed] = []
+    for run in chosen:
+        try:
+            outcomes.append(execute(run, here))
+            sys.stdout.write(report.line(outcomes[-1]) + "\n")
+        except Failed as failure:
+            failures.append(failure)
+            sys.stdout.write(f"{run.label:<44}failed\n")
+        sys.stdout.flush()
+    return outcomes, failures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cookbook", description=__doc__)
-    parser.add_argument("--only", help="run only what has this in its log folder's name; writes no page")
+    parser.add_argument("--only", nargs="+", metavar="LOG", help="run only these (sl-loop, rl, ...); writes no page")
     options = parser.parse_args()
     python = environment.ensure(COMPAT / "cookbook")
     base_model = prepare(DEFAULT_MODEL, None, COMPAT / "data")
-    outcomes: list[Outcome] = []
+    chosen = [run for run in runs() if options.only is None or run.log in options.only]
     with tempfile.TemporaryDirectory(prefix="cookbook-") as folder, place(python, base_model, Path(folder)) as here:
-        try:
-            for run in runs():
-                if options.only is None or options.only in run.log:
-                    outcomes.append(execute(run, here))
-                    sys.stdout.write(report.line(outcomes[-1]) + "\n")
-                    sys.stdout.flush()
-            fetched = download(last_checkpoint(here.folder / "logs" / runs()[0].log, "state_path"), here)
-        except Failed as failure:
-            sys.stderr.write(f"{failure}\n")
-            return 1
-    sys.stdout.write(report.download_line(*fetched) + "\n")
-    if options.only is None:
-        (ROOT / "docs" / "cookbook.md").write_text(report.page(outcomes, fetched), "utf-8")
-    return 0
+        outcomes, failures = run_all(chosen, here)
+        if options.only is None and not failures:
+            try:
+                fetched = download(last_checkpoint(here.folder / "logs" / chosen[0].log, "state_path"), here)
+                (ROOT / "docs" / "cookbook.md").write_text(report.page(outcomes, fetched), "utf-8")
+                sys.stdout.write(report.download_line(*fetched) + "\n")
+            except Failed as failure:
+                failures.append(failure)
+    sys.stderr.writelines(f"{failure}\n" for failure in failures)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

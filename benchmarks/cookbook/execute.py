@@ -19,6 +19,9 @@ from benchmarks.cookbook.recipes import MODEL, Run
 LIMIT = 300.0
 """Seconds after which a program that should be through in one minute is taken for hung."""
 
+TOLERANCE = 1e-3
+"""By how much the loss of a repeated step may differ. On one machine's CPU it does not differ at all."""
+
 DOWNLOAD = (
     "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1], output_dir='adapter')"
 )
@@ -64,9 +67,27 @@ def rows(log: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def last_checkpoint(log: Path, key: str) -> str:
-    """The `tinker://` path of the last checkpoint that a log folder records under `key`."""
-    records = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text("utf-8").splitlines()]
-    return str([record[key] for record in records if key in record][-1])
+    """The `tinker://` path of the last checkpoint that a log folder records under `key`; `Failed` without one."""
+    file = log / "checkpoints.jsonl"
+    records = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    found = [record[key] for record in records if key in record]
+    if not found:
+        raise Failed(f"there is no {key} of {log.name}, which must run before")
+    return str(found[-1])
+
+
+def repeated(killed: Outcome, resumed: Outcome) -> list[tuple[int, float, float]]:
+    """(step, value before the kill, value after) of the steps that both runs logged.
+
+    Raises `Failed` if there is none, or if the values differ by more than `TOLERANCE`: then the checkpoint was not
+    restored exactly.
+    """
+    before = dict(zip(killed.steps, killed.values, strict=True))
+    after = dict(zip(resumed.steps, resumed.values, strict=True))
+    both = [(step, before[step], after[step]) for step in sorted(before.keys() & after.keys())]
+    if not both or any(abs(old - new) > TOLERANCE for _, old, new in both):
+        raise Failed(f"{resumed.label}: the steps after the checkpoint are not as they were before: {both}")
+    return both
 
 
 def execute(run: Run, place: Place) -> Outcome:

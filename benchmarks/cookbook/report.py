@@ -7,20 +7,21 @@ import platform
 from collections.abc import Sequence
 
 from benchmarks.cookbook.environment import REQUIREMENTS
-from benchmarks.cookbook.execute import Outcome
+from benchmarks.cookbook.execute import Outcome, repeated
 
 PAGE = """# The cookbook
 
 The unmodified [`tinker-cookbook`](https://pypi.org/project/tinker-cookbook/) {version} runs against this server. The
 table is written by `make cookbook`: a real server with SmolLM2-135M-Instruct, served under a name that the cookbook
 knows as well, and the cookbook's own programs as they are installed, without the network, small. `make cookbook
-ARGS="--only rl"` runs a part.
+ARGS="--only rl"` runs a part and leaves this page alone.
 
 {table}
 
 Weights: {download}
 
-Measured on {machine}; seconds include the start of the program ({total:.0f} s in all).
+Measured on {machine} with a load average of {load:.1f}; seconds include the start of each program (imports take
+most of it), {total:.0f} s in all.
 
 * **killed, resumed**: the first program is ended with SIGKILL after it has logged step 3. The second is the same
   command again: it finds the checkpoint of step 2 in its log folder, restores weights and optimizer from it, and
@@ -61,16 +62,6 @@ def download_line(seconds: float, files: Sequence[str]) -> str:
     )
 
 
-def repeated(outcomes: Sequence[Outcome]) -> str:
-    """The losses of the steps that both the killed run and the one that resumed it logged."""
-    first, second = outcomes[0], outcomes[1]
-    before, after = (
-        dict(zip(first.steps, first.values, strict=True)),
-        dict(zip(second.steps, second.values, strict=True)),
-    )
-    return ", ".join(f"step {s}: {before[s]:.6f} and {after[s]:.6f}" for s in sorted(before.keys() & after.keys()))
-
-
 def page(outcomes: Sequence[Outcome], fetched: tuple[float, Sequence[str]]) -> str:
     """The whole page."""
     head = ["| | program | steps | number | first | last | seconds |", "|---|---|---|---|---|---|---|"]
@@ -90,5 +81,6 @@ def page(outcomes: Sequence[Outcome], fetched: tuple[float, Sequence[str]]) -> s
         download=download_line(*fetched),
         machine=f"{os.cpu_count()} CPU cores ({platform.machine()})",
         total=sum(o.seconds for o in outcomes) + fetched[0],
-        repeated=repeated(outcomes),
+        load=os.getloadavg()[2],
+        repeated=", ".join(f"step {step}: {old:.6f} and {new:.6f}" for step, old, new in repeated(*outcomes[:2])),
     )
