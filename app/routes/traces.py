@@ -16,6 +16,10 @@ router = APIRouter(tags=["sessions"])
 files = APIRouter(tags=["sessions"])
 """Needs no key: the address is the permission."""
 
+TRACE = {
+    JSON: {"schema": {"type": "object", "required": ["traceEvents"], "properties": {"traceEvents": {"type": "array"}}}}
+}
+
 SessionId = Annotated[str, Path(max_length=256, description="The session.")]
 
 
@@ -34,7 +38,12 @@ async def export_session_trace(
     return TraceExportResponse(status="ready", url=f"{root}/api/v1{address}")
 
 
-@files.get("/files/sessions/{session_id}/trace.json", operation_id="download_session_trace", response_model=None)
+@files.get(
+    "/files/sessions/{session_id}/trace.json",
+    operation_id="download_session_trace",
+    response_model=None,
+    responses={200: {"content": TRACE, "description": "The trace."}},
+)
 async def download_session_trace(
     session_id: SessionId,
     expires: Annotated[int, Query(ge=0, le=2**53)],

@@ -13,7 +13,7 @@ from app.openapi import to_yaml
 from app.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {"healthz", "readyz", "download_file"}
+PUBLIC = {"healthz", "readyz", "download_file", "download_session_trace"}
 BODILESS = {"publish_checkpoint"}
 
 
