@@ -17,7 +17,7 @@ LOOP: Mapping[str, object] = {"batch_size": 8, "lora_rank": 8}
 RESUMABLE: Mapping[str, object] = {"behavior_if_log_dir_exists": "resume"}
 ARITHMETIC: Mapping[str, object] = {
     "env": "arithmetic",
-    "group_size": 8,
+    "group_size": 4,
     "groups_per_batch": 4,
     "lora_rank": 8,
     "learning_rate": 1e-4,
@@ -51,8 +51,15 @@ class Run:
 
 def runs() -> list[Run]:
     """All of them, in an order in which later ones find the checkpoints of earlier ones."""
-    sl_loop = {**LOOP, "learning_rate": 5e-4, "save_every": 2, "max_steps": 6}
-    rl_loop = {**LOOP, "batch_size": 4, "group_size": 8, "learning_rate": 1e-4, "max_tokens": 48, "max_steps": 3}
+    sl_loop = {**LOOP, "learning_rate": 5e-4, "save_every": 2, "max_steps": 5}
+    rl_loop = {
+        "batch_size": 2,
+        "group_size": 4,
+        "lora_rank": 8,
+        "learning_rate": 1e-4,
+        "max_tokens": 32,
+        "max_steps": 2,
+    }
     chat = {**LOOP, "dataset": "conversations.jsonl", "learning_rate": 5e-4, "save_every": 4, "eval_every": 0}
     dpo = {"dataset": "hhh", "batch_size": 4, "learning_rate": 1e-4, "max_length": 256, "max_steps": 3, **RESUMABLE}
     distill = {
@@ -63,16 +70,16 @@ def runs() -> list[Run]:
         "groups_per_batch": 4,
         "lora_rank": 8,
         "learning_rate": 5e-4,
-        "max_tokens": 24,
-        "max_steps": 4,
+        "max_tokens": 16,
+        "max_steps": 3,
         "eval_every": 0,
         "save_every": 0,
         **RESUMABLE,
     }
     return [
-        Run("supervised, plain loop, killed", "recipes.sl_loop", NLL, "sl-loop", sl_loop, kill_at=3),
+        Run("supervised, plain loop, killed", "recipes.sl_loop", NLL, "sl-loop", sl_loop, kill_at=2),
         Run("the same, resumed", "recipes.sl_loop", NLL, "sl-loop", sl_loop),
-        Run("supervised, pipelined", "recipes.chat_sl.train", NLL, "chat-sl", {**chat, "max_steps": 8, **RESUMABLE}),
+        Run("supervised, pipelined", "recipes.chat_sl.train", NLL, "chat-sl", {**chat, "max_steps": 5, **RESUMABLE}),
         Run(
             "RL, plain loop, importance_sampling",
             "recipes.rl_loop",
@@ -80,8 +87,8 @@ def runs() -> list[Run]:
             "rl-loop",
             {**rl_loop, "loss_fn": "importance_sampling"},
         ),
-        Run("RL, stable_reinforce", "recipes.math_rl.train", REWARD, "rl", {**ARITHMETIC, "max_steps": 4}),
-        Run("the same, resumed", "recipes.math_rl.train", REWARD, "rl", {**ARITHMETIC, "max_steps": 6}),
+        Run("RL, stable_reinforce", "recipes.math_rl.train", REWARD, "rl", {**ARITHMETIC, "max_steps": 3}),
+        Run("the same, resumed", "recipes.math_rl.train", REWARD, "rl", {**ARITHMETIC, "max_steps": 5}),
         Run(
             "RL, importance_sampling, KL after the step",
             "recipes.math_rl.train",
@@ -94,7 +101,7 @@ def runs() -> list[Run]:
             "recipes.math_rl.train",
             REWARD,
             "rl-async",
-            {**ARITHMETIC, "max_steps_off_policy": 2, "max_steps": 4},
+            {**ARITHMETIC, "max_steps_off_policy": 2, "max_steps": 3},
         ),
         Run("DPO", "recipes.preference.dpo.train", "dpo_loss", "dpo", dpo),
         Run(

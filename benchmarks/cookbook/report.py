@@ -23,9 +23,9 @@ Weights: {download}
 Measured on {machine} with a load average of {load:.1f}; seconds include the start of each program (imports take
 most of it), {total:.0f} s in all.
 
-* **killed, resumed**: the first program is ended with SIGKILL after it has logged step 3. The second is the same
-  command again: it finds the checkpoint of step 2 in its log folder, restores weights and optimizer from it, and
-  repeats steps 2 and 3. Their losses, before the kill and after: {repeated}.
+* **killed, resumed**: the first program is ended with SIGKILL after it has logged step 2. The second is the same
+  command again: it finds the checkpoint made before step 2 in its log folder, restores weights and optimizer from
+  it, and repeats that step. Its loss before the kill and after: {repeated}.
 * **stable_reinforce** is the cookbook's default loss for RL; see [losses.md](losses.md) for what it is here.
 * **distillation**: the teacher is the sampler checkpoint of the pipelined supervised run; the number is the KL from
   it.
