@@ -22,12 +22,12 @@ from schemas.http.sessions import (
 )
 from schemas.http.tensors import EncodedTextChunk, ModelInput, TensorData
 from schemas.http.training import (
+    AdamOptimizerParams,
     AdamParams,
     Datum,
     DimuonParams,
     ForwardBackwardInput,
     ForwardBackwardRequest,
-    OptimizerParams,
     OptimStepRequest,
     ZeroGradRequest,
 )
@@ -43,6 +43,7 @@ from schemas.http.weights import (
 )
 
 __all__ = [
+    "AdamOptimizerParams",
     "AdamParams",
     "AuthTokenRequest",
     "CancelFutureRequest",
@@ -66,7 +67,6 @@ __all__ = [
     "ModelInput",
     "OptimStepRequest",
     "OptimizerConfig",
-    "OptimizerParams",
     "RequestModel",
     "RetrieveFutureRequest",
     "RetrieveFuturesRequest",

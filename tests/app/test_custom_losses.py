@@ -44,7 +44,9 @@ async def test_an_uploaded_loss_trains_as_the_built_in_one(api: Api) -> None:
     session = await api.session()
     mine, theirs = await api.model(session, 0), await api.model(session, 1)
     loss_id = await uploaded(api, session)
-    data = [{**DATA[0], "loss_fn_inputs": {**DATA[0]["loss_fn_inputs"], "unread": [1.0]}}, *DATA]
+    first: Any = copy.deepcopy(DATA[0])
+    first["loss_fn_inputs"]["unread"] = [1.0]
+    data = [first, *DATA]
     custom = await api.do("forward_backward", model_id=mine, data=data, **using(loss_id))
     plain = await api.do("forward_backward", model_id=theirs, data=[*DATA, *DATA], loss_fn="cross_entropy")
     assert custom["metrics"]["loss:sum"] == pytest.approx(plain["metrics"]["loss:sum"], rel=1e-5)

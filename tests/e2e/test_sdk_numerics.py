@@ -19,15 +19,13 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 def example(*tokens: int) -> types.Datum:
     """Each token predicts the next; the earlier tokens are a prompt."""
     n = len(tokens) - 1
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
-        loss_fn_inputs={
-            "target_tokens": torch.tensor(tokens[1:]),
-            "weights": torch.linspace(0.5, 1.5, n),
-            "old": torch.linspace(-6.0, -3.0, n),
-            "advantages": torch.linspace(-1.0, 1.0, n),
-        },
-    )
+    inputs: Any = {
+        "target_tokens": torch.tensor(tokens[1:]),
+        "weights": torch.linspace(0.5, 1.5, n),
+        "old": torch.linspace(-6.0, -3.0, n),
+        "advantages": torch.linspace(-1.0, 1.0, n),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(list(tokens[:-1])), loss_fn_inputs=inputs)
 
 
 DATA = [example(5, 6, 7, 8), example(9, 10, 11), example(20, 21, 22, 23, 24)]

@@ -29,7 +29,8 @@ LP = {"ref": "logprobs"}
 
 def traced(fn: Loss, **ranks: int) -> str:
     """A loss as the SDK uploads it."""
-    handle = trace_loss(fn, {"logprobs": 1, **ranks}, "session")  # type: ignore[arg-type]
+    declared: Any = {"logprobs": 1, **ranks}
+    handle = trace_loss(fn, declared, "session")
     return json.dumps(
         {
             "inputs": [{"name": entry.name, "rank": entry.rank} for entry in handle.inputs],
@@ -191,9 +192,9 @@ def test_malformed_graphs_are_refused() -> None:
 
 # -- cut while they run ------------------------------------------------------------------------------------------------
 def doubling(times: int) -> dict[str, Any]:
-    nodes = [("call_function", "torch.cat", [[LP, LP]])]
+    nodes: list[tuple[str, str, list[Any]]] = [("call_function", "torch.cat", [[LP, LP]])]
     nodes += [("call_function", "torch.cat", [[{"ref": f"n{i}"}] * 2]) for i in range(times)]
-    return plain(*nodes)  # type: ignore[arg-type]
+    return plain(*nodes)
 
 
 def growing(axes: int) -> dict[str, Any]:
