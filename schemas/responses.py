@@ -20,7 +20,6 @@ from schemas.http.billing import (
     SamplingSampleUsage,
     StorageUsage,
     TrainingUsage,
-    UsageInfo,
 )
 from schemas.http.custom_losses import CreateCustomLossResult
 from schemas.http.futures import (
@@ -157,7 +156,6 @@ __all__ = [
     "TryAgain",
     "UnloadModelResult",
     "UntypedPromise",
-    "UsageInfo",
     "WeightsInfoResponse",
     "ZeroGradResult",
 ]

@@ -11,6 +11,7 @@ from app.services.tokens import user_urn
 from app.services.usage import GIGABYTE, HOUR, UsageRow
 from schemas.errors import NotFound
 from schemas.http.base import Rfc3339
+from schemas.http.billing import UsageInfo
 from schemas.responses import (
     BillingUsageEvent,
     BillingUsageResponse,
@@ -22,7 +23,6 @@ from schemas.responses import (
     SamplingSampleUsage,
     StorageUsage,
     TrainingUsage,
-    UsageInfo,
 )
 
 router = APIRouter(prefix="/billing/usage", tags=["admin"])
