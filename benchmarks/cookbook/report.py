@@ -23,6 +23,8 @@ Weights: {download}
 Measured on {machine} with a load average of {load:.1f}; seconds include the start of each program (imports take
 most of it), {total:.0f} s in all.
 
+* Every step is another batch of a few examples, so first and last number show that a program runs, not how well the
+  model learns.
 * **killed, resumed**: the first program is ended with SIGKILL after it has logged step 2. The second is the same
   command again: it finds the checkpoint made before step 2 in its log folder, restores weights and optimizer from
   it, and repeats that step. Its loss before the kill and after: {repeated}.
