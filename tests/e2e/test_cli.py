@@ -47,7 +47,7 @@ def worked(identified: RunningServer) -> str:
         client.forward_backward(DATA, "cross_entropy").result()
         client.optim_step(ADAM).result()
         client.save_state("one").result()
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         sampler.sample(tinker.ModelInput.from_ints([5, 6, 7]), 1, tinker.SamplingParams(max_tokens=3, stop=[])).result()
         return str(client.get_info().model_id).split(":")[0]
 
