@@ -18,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 
+import pytest
 import tinker
 import torch
 from tinker import types
@@ -127,7 +128,7 @@ class Common:
     def get_telemetry(self, world: World, call: Call) -> str:
         """no arguments"""
         assert type(call()).__name__ == "Telemetry"
-        return "the telemetry of the session; `/telemetry` accepts it"
+        return "the telemetry of the client"
 
     def get_tokenizer(self, world: World, call: Call) -> str:
         """no arguments"""
@@ -377,6 +378,8 @@ class RestClient(Admin):
     def assign_session_project(self, world: World, call: Call) -> str:
         """the session and its own project"""
         assert call(world.session, world.project) is None
+        with pytest.raises(tinker.NotFoundError):
+            call(world.session, "another")
         return "accepted; another project is refused"
 
     def copy_weights(self, world: World, call: Call) -> str:
