@@ -22,7 +22,7 @@ def prepare(folder: Path, conversations: Path) -> None:
     write(folder / "allenai" / "tulu-3-sft-mixture", {"train": [{"messages": talk} for talk in talks]})
     pairs = list(preferences(talks))
     write(folder / "Anthropic" / "hh-rlhf", {"train": pairs[4:], "test": pairs[:4]})
-    write(folder / "openai" / "gsm8k", {"train": list(sums(64))}, config="main")
+    write(folder / "openai" / "gsm8k", {"train": list(questions(64))}, config="main")
 
 
 def write(folder: Path, splits: Mapping[str, Sequence[Row]], config: str = "default") -> None:
@@ -48,10 +48,13 @@ def preferences(talks: Sequence[Sequence[Row]]) -> Iterable[Row]:
         yield {"chosen": prompt + answer, "rejected": prompt + other}
 
 
-def sums(count: int) -> Iterable[Row]:
-    """Questions in the form of gsm8k that a small model answers now and then: a reward that is not always zero."""
+def questions(count: int) -> Iterable[Row]:
+    """Questions in the form of gsm8k which say the answer as the recipe wants it.
+
+    Of a few samples a small model gets some right and some wrong: only then is there anything to train on.
+    """
     draw = random.Random(0)
     for _ in range(count):
-        one, other = draw.randint(1, 9), draw.randint(1, 9)
-        question = f"Tom has {one} apples and gets {other} more. How many apples does Tom have?"
-        yield {"question": question, "answer": f"{one} + {other} = {one + other}\n#### {one + other}"}
+        number = draw.randint(2, 9)
+        question = f"Tom has \\boxed{{{number}}} apples. How many apples does Tom have?"
+        yield {"question": question, "answer": f"He has {number}.\n#### {number}"}

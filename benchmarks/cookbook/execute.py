@@ -58,12 +58,15 @@ class Outcome:
     seconds: float
 
 
-def rows(log: Path, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of every line of metrics.jsonl that has the metric, in the order written."""
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, in the order written."""
     file = log / "metrics.jsonl"
-    lines = file.read_text("utf-8").splitlines() if file.exists() else []
-    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    return [(int(row["step"]), float(row[metric])) for row in found if metric in row]
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+
+
+def rows(log: Path, metric: str) -> list[tuple[int, float]]:
+    """(step, value) of every line of metrics.jsonl that has the metric."""
+    return [(int(row["step"]), float(row[metric])) for row in logged(log) if metric in row]
 
 
 def last_checkpoint(log: Path, key: str) -> str:
@@ -101,11 +104,9 @@ def execute(run: Run, place: Place) -> Outcome:
     output.parent.mkdir(exist_ok=True)
     _child(command, place, output, log, run)
     seconds = time.monotonic() - begin
-    logged = rows(log, run.metric)
-    # A resumed run of the supervised trainers appends; the RL trainer first drops what came after the checkpoint.
-    new = logged[before:]
-    if not new:
-        raise Failed(f"{run.label}: no step was logged\n{_end(output)}")
+    new = rows(log, run.metric)[before:]  # a program that resumes appends
+    if not new or not any(run.proof in row for row in logged(log)):
+        raise Failed(f"{run.label}: no optimizer step was logged\n{_end(output)}")
     return Outcome(run.label, run.module, run.metric, [s for s, _ in new], [v for _, v in new], seconds)
 
 

@@ -38,6 +38,7 @@ class Run:
         metric: the number that the report follows, a key of the cookbook's metrics.jsonl.
         log: name of the log folder. A run that gets the folder of an earlier one goes on from its last checkpoint.
         options: `key=value`. A value `sampler:LOG` stands for the last sampler checkpoint of that log folder.
+        proof: a key that is logged only with an optimizer step. RL skips steps in which all rewards are equal.
         kill_at: end the program with SIGKILL once it has logged this step, instead of waiting for it.
     """
 
@@ -46,6 +47,7 @@ class Run:
     metric: str
     log: str
     options: Mapping[str, object]
+    proof: str = "grad_norm"
     kill_at: int | None = None
 
 
@@ -54,10 +56,10 @@ def runs() -> list[Run]:
     sl_loop = {**LOOP, "learning_rate": 5e-4, "save_every": 2, "max_steps": 5}
     rl_loop = {
         "batch_size": 2,
-        "group_size": 4,
+        "group_size": 8,
         "lora_rank": 8,
         "learning_rate": 1e-4,
-        "max_tokens": 32,
+        "max_tokens": 14,
         "max_steps": 2,
     }
     chat = {**LOOP, "dataset": "conversations.jsonl", "learning_rate": 5e-4, "save_every": 4, "eval_every": 0}
@@ -103,7 +105,7 @@ def runs() -> list[Run]:
             "rl-async",
             {**ARITHMETIC, "max_steps_off_policy": 2, "max_steps": 3},
         ),
-        Run("DPO", "recipes.preference.dpo.train", "dpo_loss", "dpo", dpo),
+        Run("DPO", "recipes.preference.dpo.train", "dpo_loss", "dpo", dpo, proof="dpo_loss"),
         Run(
             "distillation, on-policy",
             "recipes.distillation.on_policy_distillation",
