@@ -6,7 +6,6 @@ formula, a wrong scale or a lost position gives is thousands of times larger.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from tests.support.reference import Adapter, Client, Example, Model, Reference, furthest, relative
+from tests.support.reference import Adapter, Client, Example, Model, Reference, furthest, relative, tell
 from tests.support.server import RunningServer
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -65,12 +64,6 @@ def reference(folder: Path, model: Model, data: list[Example]) -> Reference:
     model.forward_backward(data, "cross_entropy")
     model.step(learning_rate=2e-3)
     return Reference(folder, *model.export())
-
-
-def tell(what: str, measured: float, bound: float) -> None:
-    """Hold a bound, and show the measure (with `-s`)."""
-    sys.stdout.write(f"\n{what:<60} {measured:.1e}   (bound {bound:.0e})")
-    assert measured <= bound, what
 
 
 def inputs_of(loss: str, example: Example, lp: Tensor, random: torch.Generator) -> Example:
@@ -210,7 +203,7 @@ def test_greedy_is_what_transformers_generates(
     tell(
         "greedy, logprobs at temperature 1",
         furthest([torch.tensor(answer["logprobs"])], [picked(table, answer["tokens"])]),
-        4e-5,
+        LOGPROBS,
     )
 
 

@@ -1,7 +1,8 @@
 """What the server must compute, done by others: transformers for the model, PEFT for LoRA, torch.optim.AdamW.
 
 Nothing of ours is imported: the formulas are written down anew, in the plainest way. Beside it a small client that
-speaks JSON and hands the numbers over as tensors. Not responsible for judging: tests compare and set the bounds.
+speaks JSON and hands the numbers over as tensors, and measures of distance. Not responsible for the bounds: tests
+set them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,6 +213,12 @@ def as_json(example: Example) -> dict[str, Any]:
     """The datum as a JSON client writes it."""
     inputs = {name: value.tolist() for name, value in example.items() if name != "tokens"}
     return {"model_input": example["tokens"].tolist(), "loss_fn_inputs": inputs}
+
+
+def tell(what: str, measured: float, bound: float) -> None:
+    """Hold a bound, and show what was measured (pytest shows it with `-s`)."""
+    sys.stdout.write(f"\n{what:<60} {measured:.1e}   (bound {bound:.0e})")
+    assert measured <= bound, what
 
 
 def furthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
