@@ -103,7 +103,7 @@ def test_logprobs_and_gradient(loss: str, model: Model, reference: Reference, da
 
 
 def test_five_steps_of_adamw(client: Client, folder: Path, data: list[Example], reference: Reference) -> None:
-    """On 2.8 million numbers some have a gradient below the rounding of float32, and Adam with eps 1e-8 moves those by
+    """Of 1.4 million numbers some have a gradient below the rounding of float32, and Adam with eps 1e-8 moves those by
     a whole learning rate of either sign: a share of the adapter is bounded, not its largest element."""
     model = client.model(MODEL, rank=4, seed=8)
     before = model.export()[1]
