@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: setup serve demo test lint format bench compat cookbook docs openapi proto lock clean
+.PHONY: setup serve demo test lint format bench compat clients cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
@@ -33,6 +33,9 @@ cookbook: setup  ## run the unmodified tinker-cookbook against a server, write d
 
 compat: setup  ## older versions of the SDK against this server; writes docs/compatibility.md
 	$(VENV)/bin/python -m tests.compat.versions $(ARGS)
+
+clients: setup  ## clients generated from openapi.yaml do a training step; needs node 20
+	$(VENV)/bin/python -m tests.clients
 
 docs: setup  ## regenerate what is generated: openapi.yaml, docs/settings.md
 	$(VENV)/bin/python -m app.openapi && $(VENV)/bin/python -m app.settings_docs

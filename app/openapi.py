@@ -85,7 +85,6 @@ PROTOBUF_BODIES = {"forward_backward": "ForwardBackwardRequest"}
 FUTURE_RESULTS: tuple[type[BaseModel], ...] = (
     responses.ForwardBackwardOutput,
     responses.SampleResponse,
-    responses.OptimStepResult,
     responses.ZeroGradResult,
     responses.CreateModelResult,
     responses.LoadWeightsResult,
@@ -95,7 +94,9 @@ FUTURE_RESULTS: tuple[type[BaseModel], ...] = (
     responses.UnloadModelResult,
     responses.CompleteMetadata,
     responses.FailedFuture,
+    responses.OptimStepResult,
 )
+"""The one result that requires no field comes last: generated clients take the first one that fits."""
 
 
 def install(app: FastAPI) -> None:

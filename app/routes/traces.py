@@ -16,9 +16,8 @@ router = APIRouter(tags=["sessions"])
 files = APIRouter(tags=["sessions"])
 """Needs no key: the address is the permission."""
 
-TRACE = {
-    JSON: {"schema": {"type": "object", "required": ["traceEvents"], "properties": {"traceEvents": {"type": "array"}}}}
-}
+_EVENTS = {"type": "array", "items": {"type": "object", "additionalProperties": True}}
+TRACE = {JSON: {"schema": {"type": "object", "required": ["traceEvents"], "properties": {"traceEvents": _EVENTS}}}}
 
 SessionId = Annotated[str, Path(max_length=256, description="The session.")]
 

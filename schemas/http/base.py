@@ -44,11 +44,21 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 """A list of a request. Only its first bad item is reported: an error for each of millions would cost gigabytes."""
 
 
+def _require_constants(schema: dict[str, Any]) -> None:
+    """A constant is in every answer, and tells results of one union apart: the description must say so, for generated
+    clients take the first result whose required fields are there."""
+    names = [name for name, value in schema.get("properties", {}).items() if "const" in value]
+    if names:
+        schema["required"] = list(dict.fromkeys([*schema.get("required", []), *names]))
+
+
 class ResponseModel(BaseModel):
     """Base of every result. A non-finite float is written as the string "NaN", "Infinity" or "-Infinity": the bare
     literals are not JSON, and clients refuse null where a number is due."""
 
-    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings", protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", ser_json_inf_nan="strings", protected_namespaces=(), json_schema_extra=_require_constants
+    )
 
 
 def is_identifier(value: str) -> bool:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from schemas.http.base import MAX_INT32, SEQ_ID_TEXT, Identifier, Items, RequestModel, ResponseModel, SeqId
 from schemas.http.tensors import ModelInput, TensorData, TensorDataResult
@@ -105,9 +105,21 @@ class ForwardBackwardOutput(ResponseModel):
     )
 
 
+def _say_defaults(schema: dict[str, Any]) -> None:
+    """Move the defaults of hyperparameters into their descriptions. Generated clients send every default, and a value
+    that is given under two names, or in two places, is refused."""
+    for name in _ADAM_NAMES & schema["properties"].keys():
+        field = schema["properties"][name]
+        default = field.pop("default", None)
+        if default is not None:
+            field["description"] += f" Absent: {default:g}."
+
+
 class AdamFields(RequestModel):
     """The hyperparameters of AdamW, given anew with every step. `lr` and `betas` are other names of the same values;
     after validation they are resolved into `learning_rate`, `beta1` and `beta2`."""
+
+    model_config = ConfigDict(json_schema_extra=_say_defaults)
 
     learning_rate: float = Field(1e-4, ge=0, le=MAX_STEP_SIZE, description="Step size.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")

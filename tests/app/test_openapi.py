@@ -11,6 +11,9 @@ import pytest
 from app.main import create_app
 from app.openapi import to_yaml
 from app.settings import Settings
+from schemas import responses
+from schemas.http.base import ResponseModel
+from schemas.requests import OptimStepRequest
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"healthz", "readyz", "download_file", "download_session_trace"}
@@ -98,6 +101,70 @@ def test_a_future_is_one_of_the_results(described: dict[str, Any]) -> None:
     assert {"ForwardBackwardOutput", "SampleResponse", "OptimStepResult", "FailedFuture"} <= names
     assert answers["200"]["content"]["application/x-protobuf"]
     assert answers["408"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/TryAgain"}
+
+
+def test_a_generated_client_takes_each_result_for_what_it_is(described: dict[str, Any]) -> None:
+    """Such a client tries the results in order, and takes the first whose required fields and constants are there."""
+    answers = described["paths"]["/api/v1/retrieve_future"]["post"]["responses"]
+    refs = answers["200"]["content"]["application/json"]["schema"]["oneOf"]
+    candidates = {
+        name: described["components"]["schemas"][name] for name in (r["$ref"].rpartition("/")[2] for r in refs)
+    }
+
+    def taken_for(result: dict[str, Any]) -> str:
+        for name, schema in candidates.items():
+            constants = {key: value["const"] for key, value in schema["properties"].items() if "const" in value}
+            if set(schema.get("required", ())) <= set(result) and constants.items() <= result.items():
+                return name
+        raise AssertionError(result)
+
+    results: list[ResponseModel] = [
+        responses.ForwardBackwardOutput(loss_fn_outputs=[], metrics={"loss:sum": 1.0}),
+        responses.SampleResponse(sequences=[]),
+        responses.OptimStepResult(metrics={"grad_norm": 1.0}),
+        responses.ZeroGradResult(),
+        responses.CreateModelResult(model_id="m"),
+        responses.LoadWeightsResult(model_id="m"),
+        responses.SaveWeightsResult(path="p"),
+        responses.SaveWeightsForSamplerResult(path="p"),
+        responses.SaveWeightsExternalResult(path="p", size_bytes=1),
+        responses.UnloadModelResult(model_id="m"),
+        responses.CompleteMetadata(response_payload_size=1),
+        responses.FailedFuture(error="e", category="user"),
+    ]
+    assert {type(result).__name__ for result in results} == set(candidates)
+    for result in results:
+        assert taken_for(result.model_dump(exclude_none=True)) == type(result).__name__
+
+
+def test_a_body_of_defaults_gives_no_hyperparameter_twice(described: dict[str, Any]) -> None:
+    """A generated client sends every default of the description along with what its caller gave."""
+    schemas = described["components"]["schemas"]
+
+    def with_defaults(name: str, given: dict[str, Any]) -> dict[str, Any]:
+        fields = schemas[name]["properties"].items()
+        return {**{key: value["default"] for key, value in fields if value.get("default") is not None}, **given}
+
+    nested = with_defaults("AdamParams", {"lr": 0.5, "betas": [0.1, 0.2]})
+    request = OptimStepRequest.model_validate(
+        with_defaults("OptimStepRequest", {"model_id": "m", "adam_params": nested})
+    )
+    assert (request.learning_rate, request.beta1, request.beta2) == (0.5, 0.1, 0.2)
+    assert schemas["AdamParams"]["properties"]["learning_rate"]["description"] == "Step size. Absent: 0.0001."
+
+
+def test_every_list_says_of_what(described: dict[str, Any]) -> None:
+    def walk(node: Any, where: str) -> None:
+        if isinstance(node, dict):
+            if node.get("type") == "array":
+                assert "items" in node or "prefixItems" in node, where
+            for key, value in node.items():
+                walk(value, f"{where}/{key}")
+        elif isinstance(node, list):
+            for index, value in enumerate(node):
+                walk(value, f"{where}/{index}")
+
+    walk(described, "")
 
 
 def test_the_key_is_a_security_scheme(described: dict[str, Any]) -> None:
