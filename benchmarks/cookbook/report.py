@@ -14,14 +14,14 @@ PAGE = """# The cookbook
 The unmodified [`tinker-cookbook`](https://pypi.org/project/tinker-cookbook/) {version} runs against this server. The
 table is written by `make cookbook`: a real server with SmolLM2-135M-Instruct, served under a name that the cookbook
 knows as well, and the cookbook's own programs as they are installed, without the network, small. `make cookbook
-ARGS="--only rl"` runs a part and leaves this page alone.
+ARGS="--only chat-sl distill"` runs a part and leaves this page alone.
 
 {table}
 
 Weights: {download}
 
-Measured on {machine} with a load average of {load:.1f}; seconds include the start of each program (imports take
-most of it), {total:.0f} s in all.
+Measured on {machine} with a load average of {load:.1f}; seconds include the start of each program,
+{total:.0f} s in all.
 
 * Every step is another batch of a few examples, so first and last number show that a program runs, not how well the
   model learns.
@@ -32,7 +32,7 @@ most of it), {total:.0f} s in all.
 * **distillation**: the teacher is the sampler checkpoint of the pipelined supervised run; the number is the KL from
   it.
 * Data sets of the hub are replaced by small ones in the same form, made of the conversations that the cookbook ships
-  (`benchmarks/cookbook/data.py`).
+  and, for gsm8k, of questions that a small model sometimes gets right (`benchmarks/cookbook/data.py`).
 
 ## Run a recipe yourself
 
