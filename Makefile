@@ -47,4 +47,4 @@ lock: setup  ## pin exactly what is installed now
 	(head -1 constraints.txt; $(VENV)/bin/pip freeze --exclude-editable | sed 's/+cpu//' | grep -v '^torch==') > constraints.new && mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) .compat build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .compat tests/clients/typescript/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
