@@ -154,6 +154,9 @@ Rfc3339 = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_check_t
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 
+One = Annotated[Literal[1], WithJsonSchema({"type": "integer", "enum": [1]})]
+"""A version of which there is one. Described as a choice: generators write constants that are no text wrongly."""
+
 SEQ_ID_TEXT = (
     "Order within the model, from 1; requests run in this order. Sending the same request again under the same seq_id "
     "returns the same promise. Absent: the server assigns the next one (and cannot recognise a repeat)."

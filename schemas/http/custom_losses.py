@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from schemas.http.base import Identifier, Items, Label, RequestModel, ResponseModel, SessionCounter
+from schemas.http.base import Identifier, Items, Label, One, RequestModel, ResponseModel, SessionCounter
 
 
 class CustomLossInput(RequestModel):
@@ -29,7 +29,7 @@ class CustomLossNode(RequestModel):
 class CustomLossGraph(RequestModel):
     """A loss as torch.fx traced it: its nodes in order."""
 
-    format: Literal[1] = Field(1, description="Accepted: 1.")
+    format: One = Field(1, description="Accepted: 1.")
     nodes: Items[CustomLossNode] = Field(description="The nodes, placeholders first, one output last.")
 
 

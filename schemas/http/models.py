@@ -10,6 +10,7 @@ from schemas.http.base import (
     MAX_INT64,
     Identifier,
     Label,
+    One,
     RequestModel,
     ResponseModel,
     SessionCounter,
@@ -43,7 +44,7 @@ class OptimizerConfig(RequestModel):
     """The optimizer of a model, fixed when it is created; see `docs/optimizers.md`."""
 
     type: OptimizerType = Field("adamw", description="Accepted: adamw, dimuon.")
-    version: Literal[1] | None = Field(None, description="Of dimuon: 1.")
+    version: One | None = Field(None, description="Of dimuon: 1.")
 
     @model_validator(mode="after")
     def _only_dimuon_has_versions(self) -> OptimizerConfig:
@@ -90,7 +91,7 @@ class OptimizerConfigResult(ResponseModel):
     """The optimizer of a model."""
 
     type: OptimizerType = Field("adamw", description="adamw or dimuon.")
-    version: Literal[1] | None = Field(None, description="1 for dimuon, absent for adamw.")
+    version: One | None = Field(None, description="1 for dimuon, absent for adamw.")
 
     @classmethod
     def of(cls, optimizer: OptimizerType) -> OptimizerConfigResult:

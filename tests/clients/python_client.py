@@ -39,6 +39,7 @@ def build() -> None:
     warned = dict(re.findall(r"^(?:WARNING|ERROR) parsing (.+?) within .+?\.\n+(.+)$", said, re.MULTILINE))
     if warned != WARNINGS or len(re.findall(r"^(?:WARNING|ERROR)", said, re.MULTILINE)) != len(WARNINGS):
         raise ValueError(f"the generator left something out:\n{said}")
+    run([PYTHON, "-W", "error", "-m", "compileall", "-q", "-f", PACKAGE])
     checker: list[str | Path] = [
         sys.executable,
         "-m",
