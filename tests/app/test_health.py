@@ -99,11 +99,12 @@ async def test_probes_are_shared(edge: Edge) -> None:
 
 async def test_capabilities(edge: Edge) -> None:
     await until_ready(edge)
-    assert (await edge.client.get("get_server_capabilities")).json() == {
-        "supported_models": [
-            {"model_name": MODEL, "max_context_length": 64, "trainable": True, "sampleable": True},
-        ]
-    }
+    answer = (await edge.client.get("get_server_capabilities")).json()
+    assert answer["supported_models"] == [
+        {"model_name": MODEL, "max_context_length": 64, "trainable": True, "sampleable": True},
+    ]
+    # What is this server's own under a name of the hosted service says so.
+    assert [note.split()[0] for note in answer["notes"]] == ["stable_reinforce", "dimuon"]
 
 
 async def test_client_config(make_settings: Callable[..., Settings]) -> None:
