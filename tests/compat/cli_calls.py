@@ -51,7 +51,7 @@ class Command:
             timeout=SECONDS,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}{done.stdout}"
         return done.stdout
 
 

@@ -69,6 +69,8 @@ def naive_loss(name: str, lp: Tensor, datum: Datum, config: dict[str, float]) ->
         ratio = mean.exp().detach() * (lp - lp.detach()).exp()
     if name == "importance_sampling":
         return -(ratio * a).sum()
+    if name == "stable_reinforce":  # docs/losses.md; kl_coeff is 0 unless it is asked for
+        return -(ratio.clamp(max=2.0).detach() * a * lp).sum()
     if name == "dro":
         return -(lp * a - config["beta"] / 2 * (lp - q) ** 2).sum()
     clipped = ratio.clamp(torch.as_tensor(low), torch.as_tensor(high))
