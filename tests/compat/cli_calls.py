@@ -41,16 +41,20 @@ class Command:
         url, key = (world.identified_url, world.identified_key) if identified else (world.url, world.key)
         variables = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "HOME": str(self.home), **extra}
         wanted = {name: value for name, value in environment(variables).items() if value}
-        done = subprocess.run(
-            [TINKER, *before, *self.words, *arguments],
-            env=wanted,
-            cwd=self.home,
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        line = [TINKER, *before, *self.words, *arguments]
+        for _ in range(CRASHES + 1):
+            done = subprocess.run(
+                line,
+                env=wanted,
+                cwd=self.home,
+                input=stdin,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            if done.returncode >= 0:
+                break
         assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}{done.stdout}"
         return done.stdout
 
