@@ -7,8 +7,6 @@ value what was found to hold.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,8 +15,7 @@ from typing import Any
 from tests.compat.sdk_calls import MODEL, SECONDS, World
 from tests.support.hub import hub
 from tests.support.server import environment
-
-TINKER = Path(sys.executable).with_name("tinker")
+from tests.support.tinker_command import run_tinker
 
 
 @dataclass
@@ -41,20 +38,7 @@ class Command:
         url, key = (world.identified_url, world.identified_key) if identified else (world.url, world.key)
         variables = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "HOME": str(self.home), **extra}
         wanted = {name: value for name, value in environment(variables).items() if value}
-        line = [TINKER, *before, *self.words, *arguments]
-        for _ in range(CRASHES + 1):
-            done = subprocess.run(
-                line,
-                env=wanted,
-                cwd=self.home,
-                input=stdin,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS,
-                check=False,
-            )
-            if done.returncode >= 0:
-                break
+        done = run_tinker([*before, *self.words, *arguments], wanted, self.home, stdin=stdin, seconds=SECONDS)
         assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}{done.stdout}"
         return done.stdout
 

@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import stat
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,8 +18,7 @@ import tinker
 from tests.e2e.conftest import MODEL
 from tests.e2e.test_sdk import ADAM, DATA
 from tests.support.server import RunningServer, environment, serve
-
-TINKER = Path(sys.executable).with_name("tinker")
+from tests.support.tinker_command import run_tinker
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +54,7 @@ def run(server: RunningServer, *arguments: str, home: Path, key: str | None = No
     extra = {"TINKER_BASE_URL": server.url, "HOME": str(home)}
     if key != "":
         extra["TINKER_API_KEY"] = key or server.key
-    return subprocess.run(
-        [TINKER, *arguments], env=environment(extra), cwd=home, input=stdin, capture_output=True, text=True, timeout=120
-    )
+    return run_tinker(arguments, environment(extra), home, stdin=stdin)
 
 
 def succeeds(server: RunningServer, *arguments: str, home: Path, **more: Any) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +16,8 @@ from safetensors.torch import load, load_file
 from tests.e2e.conftest import MODEL
 from tests.e2e.test_sdk import logprobs, step
 from tests.support.server import RunningServer, environment
+from tests.support.tinker_command import run_tinker
 
-TINKER = Path(sys.executable).with_name("tinker")
 Cli = Callable[..., Any]
 
 
@@ -29,10 +27,7 @@ def cli(server: RunningServer, tmp_path: Path) -> Cli:
     settings = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.key, "HOME": str(tmp_path)}
 
     def run(*arguments: str, fails: bool = False) -> Any:
-        line = [str(TINKER), "-f", "json", *arguments]
-        done = subprocess.run(
-            line, capture_output=True, text=True, timeout=120, env=environment(settings), cwd=tmp_path, check=False
-        )
+        done = run_tinker(["-f", "json", *arguments], environment(settings), tmp_path)
         assert (done.returncode != 0) == fails, (arguments, done.stdout, done.stderr)
         if fails:
             return done.stderr
