@@ -7,14 +7,18 @@ An engine computes; it knows no HTTP, no database, no process layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from schemas.errors import NotFound, TinsmithError
 from schemas.operations import (
+    AdapterStep,
     BaseModelInfo,
+    DatumRange,
     LoraSpec,
     OptimizerType,
+    PassStats,
     SavedAdapter,
     StepParams,
     StepResult,
@@ -29,6 +33,9 @@ class BaseEngine(ABC):
     All methods raise `schemas.errors.TinsmithError` subclasses; whatever raises leaves the adapter as it was before
     the call (weights, moments and accumulated gradient).
     """
+
+    def __init__(self) -> None:
+        self._operations: dict[str, TrainBatch] = {}
 
     @classmethod
     @abstractmethod
@@ -124,3 +131,57 @@ class BaseEngine(ABC):
     @abstractmethod
     def optimizer_zero_grad(self, adapter_id: str) -> None:
         """Clear the accumulated gradient."""
+
+    # -- many adapters in one turn --------------------------------------------------------------------------------
+    # An engine that computes one adapter at a time inherits these: an operation then runs whole, with its last range.
+    def open_operation(self, operation_id: str, batch: TrainBatch) -> None:
+        """Check a whole batch and take it in; nothing is computed. Raises `NotFound` or `InvalidRequest`."""
+        self._operations[operation_id] = batch
+
+    def drop_operation(self, operation_id: str) -> None:
+        """Forget an open operation and what it has collected; unknown ids are fine."""
+        self._operations.pop(operation_id, None)
+
+    def compute(self, ranges: Sequence[DatumRange]) -> Mapping[str, TrainResult | TinsmithError]:
+        """Compute datums of open operations; returns those that ended, with the result or their own error.
+
+        An operation ends with its last datum or its first failure. Only then, and only without failure, does its
+        gradient enter the adapter's accumulator, in the order of `ranges`. One operation's failure touches no other.
+        """
+        ended: dict[str, TrainResult | TinsmithError] = {}
+        for part in ranges:
+            batch = self._operations.get(part.operation_id)
+            if batch is None:
+                ended.setdefault(part.operation_id, NotFound("there is no such open operation"))
+                continue
+            if part.stop < len(batch.datums):
+                continue
+            del self._operations[part.operation_id]
+            try:
+                ended[part.operation_id] = self._whole(batch)
+            except TinsmithError as error:
+                ended[part.operation_id] = error
+        return ended
+
+    def _whole(self, batch: TrainBatch) -> TrainResult:
+        if not batch.backward:
+            with self.eval_mode():
+                return self.forward(batch)
+        with self.train_mode(batch.adapter_id, zero_grad_on_exit=False):
+            return self.forward_backward(batch)
+
+    def optimizer_steps(self, steps: Sequence[AdapterStep]) -> Sequence[StepResult | TinsmithError]:
+        """The steps of different adapters, each as `optimizer_step`; one result or error per step, in order."""
+        results: list[StepResult | TinsmithError] = []
+        for step in steps:
+            try:
+                results.append(
+                    self.optimizer_step(step.adapter_id, step.step.params, grad_clip_norm=step.step.grad_clip_norm)
+                )
+            except TinsmithError as error:
+                results.append(error)
+        return results
+
+    def take_stats(self) -> PassStats:
+        """What was computed since the last call, and what it cost; zeros from engines that do not measure."""
+        return PassStats()

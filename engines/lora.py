@@ -32,11 +32,32 @@ _ROUTER_LEAVES = frozenset({"gate", "router", "shared_expert_gate", "gate_networ
 _OTHER_TOWERS = frozenset({"visual", "vision_tower", "vision_model", "audio_tower", "audio_model"})
 
 
+Pairs = dict[str, tuple[Tensor, Tensor]]
+"""Per module path two float32 tensors of the shapes of A [r, in] and B [out, r]: weights, a gradient, a moment."""
+
+
+def flatten(pairs: Pairs) -> tuple[Tensor, Pairs]:
+    """A copy as one contiguous float32 vector [P] (module by module, A before B), and the views of it."""
+    flat = torch.cat([tensor.detach().reshape(-1).float() for pair in pairs.values() for tensor in pair])
+    return flat, views(flat, pairs)
+
+
+def views(flat: Tensor, like: Pairs) -> Pairs:
+    """The parts of a flat vector [P] in the shapes of `like`; they share its memory."""
+    parts: Pairs = {}
+    offset = 0
+    for name, (down, up) in like.items():
+        middle, end = offset + down.numel(), offset + down.numel() + up.numel()
+        parts[name] = (flat[offset:middle].view(down.shape), flat[middle:end].view(up.shape))
+        offset = end
+    return parts
+
+
 @dataclass(eq=False, slots=True)
 class AdapterWeights:
     """One adapter: `pairs[module] = (A [r, in], B [out, r])`, float32, on the device of the module's base weight."""
 
-    pairs: dict[str, tuple[Tensor, Tensor]]
+    pairs: Pairs
     scaling: float
     """alpha / r: the factor on `B @ A`."""
 

@@ -13,6 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.errors import TinsmithError
+
 Float32 = NDArray[np.float32]
 Int64 = NDArray[np.int64]
 
@@ -229,6 +231,63 @@ class BaseModelInfo:
     eos_token_ids: tuple[int, ...]
     adapter_families: frozenset[Literal["attn", "mlp", "unembed"]]
     """The families of linear layers that the model has, i.e. which `train_*` flags can be honoured."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatumRange:
+    """Datums [start, stop) of an open operation, to be computed in one turn."""
+
+    operation_id: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStep:
+    """An optimizer step that is taken together with those of other adapters."""
+
+    operation_id: str
+    adapter_id: str
+    step: OptimStep
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One turn of a worker for many training runs: forget, open, compute, step, in this order.
+
+    `opened` are the operations that begin here (each is sent once, whole); `ranges` are datums of open operations,
+    those of one operation in order and without gaps, those of one adapter in the order of its operations; `steps` have
+    at most one entry per adapter; `dropped` are operations that nobody waits for any more.
+    """
+
+    opened: Mapping[str, TrainBatch] = field(default_factory=dict)
+    ranges: tuple[DatumRange, ...] = ()
+    steps: tuple[AdapterStep, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PassStats:
+    """What one micro-batch cost. `tokens` were asked for, `rows` were computed (the rest aligned kernels).
+
+    `seconds` by part: base (everything in the model that is not named here), lora, head, optimizer; they add up to
+    the whole turn. `flops` are those of the base model's products (forward, and backward where it ran).
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    sequences: int = 0
+    passes: int = 0
+    flops: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchResult:
+    """The operations and steps that ended in this turn, each with its result or its own error."""
+
+    outcomes: Mapping[str, TrainResult | StepResult | TinsmithError]
+    stats: PassStats = field(default_factory=PassStats)
 
 
 TrainingOperation = CreateModel | LoadWeights | TrainBatch | OptimStep | ZeroGrad | SaveWeights

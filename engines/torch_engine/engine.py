@@ -72,6 +72,7 @@ class TorchEngine(BaseEngine):
         model: nn.Module | None = None,
         name: str | None = None,
     ) -> None:
+        super().__init__()
         self._folder = model_folder
         self._dtype, self._device = dtype, device
         self._threads = threads

@@ -52,6 +52,7 @@ class ToyAdapter:
 
 class ToyEngine(BaseEngine):
     def __init__(self, name: str = "toy") -> None:
+        super().__init__()
         self.name = name
         self.adapters: dict[str, ToyAdapter] = {}
 
