@@ -25,6 +25,10 @@ def local_groups(settings: Settings) -> GroupFactory:
             device=settings.device,
             threads=settings.threads,
             sample_logprobs=settings.sample_logprobs,
+            batch_invariant=settings.batch_invariant,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            adapter_memory_gib=settings.adapter_memory_gib,
         )
         return LocalWorkerGroup(spec, start_timeout=settings.worker_start_timeout)
 

@@ -106,16 +106,45 @@ class Settings(BaseSettings):
     )
     engine: Literal["torch"] = Field("torch", description="Library that computes.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Type of the base weights. auto: float32 on CPU, bfloat16 on a GPU. Adapters are float32."
+        "auto",
+        description="Type of the frozen base weights; everything else is float32. auto: bfloat16 on CPUs with AMX "
+        "tiles and on GPUs of compute capability 8.0 or more, else float32. On CPUs with avx512_bf16 but without AMX, "
+        "bfloat16 can be asked for: its products are about twice as fast.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute. auto: a GPU if there is one.")
-    threads: Count | None = Field(None, description="CPU threads of each worker. Unset: all cores.")
+    threads: Count | None = Field(
+        None,
+        description="CPU threads of each worker. Unset: `OMP_NUM_THREADS` of the server's environment, else all cores "
+        "that the server may use (affinity and quota of its control group).",
+    )
+    batch_invariant: bool = Field(
+        True,
+        description="Whether what a training request computes is bit for bit the same whatever other requests are "
+        "computed beside it. Off is a little faster.",
+    )
+    micro_batch_tokens: Count | None = Field(
+        None,
+        description="Tokens that one turn takes from all training runs together. More fill the machine better, fewer "
+        "let other work in earlier. Unset: 512 on a CPU in float32, 1,024 in bfloat16, 8,192 on a GPU.",
+    )
+    gradient_checkpointing: Literal["off", "on", "auto"] = Field(
+        "auto",
+        description="Compute the activations of a training pass twice instead of keeping them: the same numbers, a "
+        "third more time, much less memory. auto: for those passes that would not fit otherwise.",
+    )
+    adapter_memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="Memory for live training runs on each base model, in GiB; idle ones beyond it wait on disk, in "
+        "the data folder. Unset: half of what is free when the base model is loaded.",
+    )
     worker_start_timeout: Seconds = Field(600.0, description="Seconds a worker may take to load its base model.")
     restart_limit: int = Field(
         3, ge=0, description="How often in a row a worker that died is started again before its base model fails."
     )
     max_adapters: Count = Field(
-        64, description="Training runs that are live at once on each base model; names of one folder share it."
+        1024,
+        description="Training runs that are live at once on each base model, in memory or idle on disk; names of one "
+        "folder share it.",
     )
     max_rank: Count = Field(256, description="Largest LoRA rank that a client may ask for.")
     max_sample_rows: Count = Field(64, description="Sequences that are generated at once on each base model.")
@@ -153,6 +182,9 @@ class Settings(BaseSettings):
     )
     metadata_only_above_kib: Count = Field(
         1024, description="Results of more KiB are announced with their size before they are sent."
+    )
+    max_request_tokens: Count = Field(
+        262_144, description="Tokens of all datums of one training request. Longer ones are refused before any work."
     )
     max_body_mib: Count = Field(64, description="Largest request body in MiB, before and after decompression.")
     poll_hold: float = Field(

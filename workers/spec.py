@@ -16,10 +16,15 @@ class WorkerSpec:
         data_dir: the server's data folder, for converted and downloaded base models.
         engine: a name of `engines.registry`.
         dtype, device: passed to the engine; "auto" lets it choose.
-        threads: compute threads per rank; None lets the libraries choose.
+        threads: compute threads per rank; None = the cores that the process may use, shared by the ranks.
         ranks: number of processes.
         sample_logprobs: "tempered" or "plain": which distribution the logprobs of sampled tokens belong to.
         max_loaded_adapters: saved adapters that the sampler keeps in memory.
+        batch_invariant: numbers of training may not depend on what else is computed beside them.
+        micro_batch_tokens: tokens of one turn of many training runs; None = the engine's choice.
+        gradient_checkpointing: compute activations twice instead of keeping them; "auto" where they would not fit.
+        adapter_memory_gib: memory for live training runs in GiB (2^30 bytes), above which idle ones go to disk;
+            None = a share of what is free.
         builder: "module:function" called in the worker process as `function(spec, progress)`; returns the worker.
     """
 
@@ -33,4 +38,8 @@ class WorkerSpec:
     ranks: int = 1
     sample_logprobs: Literal["tempered", "plain"] = "tempered"
     max_loaded_adapters: int = 16
+    batch_invariant: bool = True
+    micro_batch_tokens: int | None = None
+    gradient_checkpointing: Literal["off", "on", "auto"] = "auto"
+    adapter_memory_gib: float | None = None
     builder: str = "workers.build:build_worker"
