@@ -5,8 +5,11 @@ Not responsible for starting them (`workers/runtime.py`). The workers import tor
 
 from __future__ import annotations
 
+import os
+
 from app.services import GroupFactory
 from app.settings import Settings
+from engines.machine import compute_threads
 from workers.group import WorkerGroup
 from workers.local import LocalWorkerGroup
 from workers.spec import WorkerSpec
@@ -23,7 +26,7 @@ def local_groups(settings: Settings) -> GroupFactory:
             engine=settings.engine,
             dtype=settings.dtype,
             device=settings.device,
-            threads=settings.threads,
+            threads=compute_threads(settings.threads, 1, os.environ),
             sample_logprobs=settings.sample_logprobs,
             batch_invariant=settings.batch_invariant,
             micro_batch_tokens=settings.micro_batch_tokens,

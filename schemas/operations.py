@@ -219,6 +219,10 @@ class SampleResult:
     prompt_cache_hit_tokens: int = 0
 
 
+def _gb(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size < 10e9 else f"{size / 1e9:,.0f} GB"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """What a base model and its training need, in bytes, and what there is; zeros where nothing is known.
@@ -255,6 +259,17 @@ class MemoryEstimate:
         if checkpointing:
             return self.head + self.per_token_checkpointed * tokens + pairs // self.layers
         return self.head + self.per_token * tokens + pairs
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        if not self.total:
+            return "memory: not known"
+        return (
+            f"memory: base {_gb(self.base)}, each rank-32 adapter {_gb(self.adapter(32))}, 1,024 tokens of a training "
+            f"pass {_gb(self.training_pass([1024]))} ({_gb(self.training_pass([1024], checkpointing=True))} with "
+            f"gradient checkpointing), of {_gb(self.total)} with {_gb(self.free)} free"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,11 @@ keeping the memory makes a linear layer 1.6 to 2.2 times as fast on a CPU."""
 
 
 def worker_environment(spec: WorkerSpec, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment for the ranks of `spec`, on top of the server's own (`base`), whose tunables win."""
+    """The environment for the ranks of `spec`, on top of the server's own (`base`), whose tunables win.
+
+    `spec.threads` goes before the thread numbers in `base`: it was made from the setting, or else from them
+    (`engines.machine.compute_threads`).
+    """
     env = dict(base)
     # Threads that spin while they wait for each other steal the cores of whatever else runs here: measured with both
     # cores busy, a step on two spinning threads costs 15 s of CPU and 14 s, on two waiting ones 8 s and 6 s.

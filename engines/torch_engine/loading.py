@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engines.lora import available_families
+from engines.torch_engine.hardware import peak_flops
 from engines.torch_engine.head import OutputHead
+from engines.torch_engine.precision import convert, weights_dtype
+from engines.torch_engine.precision import resolve_dtype as resolve_dtype
 from schemas.errors import InvalidRequest, Unavailable
 from schemas.operations import BaseModelInfo
 
 _LOG = logging.getLogger(__name__)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _UNBOUNDED_CONTEXT = 1 << 20
 """Context of architectures without a maximum (recurrent ones): a bound must exist, for memory's sake."""
 
@@ -39,30 +42,39 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` = bfloat16 on CUDA, float32 on the CPU. Raises `InvalidRequest` for another name.
-
-    float16 is not offered: without loss scaling its gradients underflow.
-    """
-    if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if dtype not in _DTYPES:
-        raise InvalidRequest(f"dtype is {dtype!r}; it must be auto, {' or '.join(_DTYPES)}", field="dtype")
-    return _DTYPES[dtype]
-
-
 def load_base_model(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model of the folder in evaluation mode. Raises `Unavailable`; the details go to the log only."""
+    """The model of the folder in evaluation mode and in the precision of `precision.convert`.
+
+    Weights are read in the dtype in which they are stored, so that nothing is rounded that is to be float32, and a
+    bfloat16 checkpoint never takes the memory of a float32 one. Raises `Unavailable`; details go to the log only.
+    """
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, use_safetensors=True, local_files_only=True
+            folder, dtype="auto", trust_remote_code=False, use_safetensors=True, local_files_only=True
         )
-        return model.to(device)
+        _restore_float32(model, folder)
+        return convert(model, dtype).to(device)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         _LOG.exception("loading the base model failed")
         raise Unavailable(
             f"the base model could not be loaded ({type(error).__name__}); see the server's log"
         ) from None
+
+
+def _restore_float32(model: nn.Module, folder: Path) -> None:
+    """Read again what is stored in float32 but was rounded to the dtype that the checkpoint's configuration names."""
+    parameters = dict(model.named_parameters())
+    if all(parameter.dtype == torch.float32 for parameter in parameters.values()):
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                parameter = parameters.get(name)
+                if parameter is None or parameter.dtype == torch.float32:
+                    continue
+                stored = tensors.get_slice(name)
+                if stored.get_dtype() == "F32" and stored.get_shape() == list(parameter.shape):
+                    parameter.data = tensors.get_tensor(name)
 
 
 def freeze(model: nn.Module) -> None:
@@ -85,13 +97,16 @@ def check_head(model: Any, head: OutputHead) -> None:
     with torch.no_grad():
         own = model(input_ids=ids, use_cache=False).logits[0].float()
         ours = head.logits(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
-    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    tolerance = 1e-4 if weights_dtype(model) == torch.float32 else 2e-2
     if own.shape != ours.shape or not bool((own - ours).abs().max() <= tolerance * own.abs().max().clamp(min=1e-6)):
         raise Unavailable(f"{type(model).__name__} transforms its logits in a way that is not supported")
 
 
 def describe(model: Any, head: OutputHead) -> BaseModelInfo:
-    """What the edge needs to know about the model."""
+    """What the edge needs to know about the model; measures the peak of its products.
+
+    Not known here, and left at their defaults: `packed`, `batch_invariant`, `memory` (`memory.estimate_memory`).
+    """
     config = model.config.get_text_config()
     generation = getattr(model, "generation_config", None)
     eos = getattr(generation, "eos_token_id", None)
@@ -99,9 +114,19 @@ def describe(model: Any, head: OutputHead) -> BaseModelInfo:
     return BaseModelInfo(
         vocab_size=min(head.vocab_size, int(model.get_input_embeddings().weight.shape[0])),
         context_length=int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(weights_dtype(model)).removeprefix("torch."),
         num_layers=int(config.num_hidden_layers),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
         adapter_families=available_families(model),
+        micro_batch_tokens=micro_batch_tokens(model),
+        peak_flops=peak_flops(model),
     )
+
+
+def micro_batch_tokens(model: Any) -> int:
+    """Tokens of a turn that fill the device: beyond them products get no faster, and other work waits longer."""
+    weight = model.get_output_embeddings().weight
+    if weight.device.type == "cuda":
+        return 8192
+    return 512 if weight.dtype == torch.float32 else 1024
