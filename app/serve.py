@@ -157,6 +157,7 @@ class Server(uvicorn.Server):
         shown, repeats, quiet_until = "", 0, began + 1.0
         while not self.should_exit and not self._signals:
             if (await readiness.check()).status == "ready":
+                self._tell_needs()
                 typer.echo(self._ready_line())
                 return
             if self._give_up():
@@ -167,6 +168,12 @@ class Server(uvicorn.Server):
                 typer.echo(f"{line}  [{now - began:.0f} s]")
                 shown, quiet_until = line, now + PROGRESS_SECONDS[min(repeats, len(PROGRESS_SECONDS) - 1)]
             await asyncio.sleep(0.2)
+
+    def _tell_needs(self) -> None:
+        """Log what each base model and its training take of the memory that there is."""
+        for name, runtime in self._app.state.services.models.runtimes.items():
+            if runtime.info is not None:
+                logger.info("%s: %s", name, runtime.info.memory.text)
 
     def _progress(self) -> str:
         runtimes = self._app.state.services.models.runtimes.items()

@@ -62,6 +62,8 @@ class ServiceSettings(Protocol):
     @property
     def max_adapters(self) -> int: ...
     @property
+    def max_request_tokens(self) -> int: ...
+    @property
     def max_sample_rows(self) -> int: ...
     @property
     def max_sample_tokens(self) -> int: ...
@@ -204,6 +206,7 @@ def build_services(
         stability=stability,
         custom_losses=custom_losses,
         max_rank=settings.max_rank,
+        max_request_tokens=settings.max_request_tokens,
         draw_seed=draw_seed,
         clock=clock,
     )

@@ -12,8 +12,18 @@ from schemas.operations import BaseModelInfo, Sample, TrainBatch
 from workers.sampling_lane import refuse_too_large
 
 
-def check_batch(batch: TrainBatch, info: BaseModelInfo | None) -> None:
-    """Raise `InvalidRequest` naming the datum whose tokens or length the base model cannot take."""
+def check_batch(batch: TrainBatch, info: BaseModelInfo | None, max_tokens: int) -> None:
+    """Raise `InvalidRequest` if all datums together have more than `max_tokens` tokens, or naming the datum whose
+    tokens or length the base model cannot take."""
+    total = sum(len(datum.tokens) for datum in batch.datums)
+    if total > max_tokens:
+        raise InvalidRequest(
+            f"data has {total} tokens in {len(batch.datums)} datums; this server takes at most {max_tokens} in one "
+            "request",
+            field="data",
+            hint="send the datums in several requests: gradients add up until the optimizer step",
+            code="request_too_large",
+        )
     if info is None:
         return
     for index, datum in enumerate(batch.datums):

@@ -74,6 +74,7 @@ class Training:
         stability: Stability,
         custom_losses: CustomLosses,
         max_rank: int,
+        max_request_tokens: int,
         draw_seed: Callable[[], int],
         clock: Callable[[], datetime],
     ) -> None:
@@ -84,6 +85,7 @@ class Training:
         self._stability = stability
         self._custom_losses = custom_losses
         self._max_rank = max_rank
+        self._max_request_tokens = max_request_tokens
         self._draw_seed = draw_seed
         self._clock = clock
         self._decoding = asyncio.Semaphore(DECODERS)
@@ -154,7 +156,7 @@ class Training:
         model_id = parsed.model_id
         run = await self._runs.owned(project_id, model_id)
         runtime = self._runs.runtime(run)
-        check_batch(parsed.batch, runtime.info)
+        check_batch(parsed.batch, runtime.info, self._max_request_tokens)
         kind, batch = _batch_kind(parsed), parsed.batch
         if parsed.sampled:
             batch = await with_recorded(self._stability, project_id, batch, parsed.sampled)
