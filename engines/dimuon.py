@@ -7,12 +7,13 @@ or for files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from engines.lora import Pairs
 
 REFERENCE_RANK = 32
 """The rank at which the learning rate is taken as it is."""
@@ -21,59 +22,46 @@ _SMALLEST = 1e-6
 """Singular values below this part of the largest are rounding noise of a float32 momentum, no directions."""
 
 
-class Dimuon(torch.optim.Optimizer):
-    """Momentum, balanced by rows and columns, replaced by its matrix sign; the same step size for A and B.
+DEFAULTS: Mapping[str, float] = {"lr": 1e-3, "beta1": 0.9, "damping": 1e-4, "rank_lr_correction_exponent": 0.175}
+"""Tinker's own; every step may override them."""
+
+
+@torch.no_grad()
+def dimuon_step(
+    weights: Pairs,
+    momentum: Pairs,
+    gradient: Pairs,
+    *,
+    lr: float,
+    beta1: float,
+    damping: float,
+    rank_lr_correction_exponent: float,
+) -> None:
+    """One step in place: momentum, balanced by rows and columns, replaced by its matrix sign; A and B move alike.
 
     Per matrix with gradient G: `M = beta1 M + (1 - beta1) G`, then `W -= lr (r / 32)^e direction(M, damping)`.
 
     Args:
-        pairs: (A [r, in], B [out, r]) of every adapted module, float32 leaves; all of one rank.
+        weights, momentum, gradient: (A [r, in], B [out, r]) of every adapted module, float32; all of one rank. Weights
+            and momentum change.
         lr: step size, >= 0, at rank 32.
         beta1: decay of the momentum, 0 <= beta1 < 1.
         damping: > 0; smooths the balancing of rows and columns, relative to their mean energy.
         rank_lr_correction_exponent: e; 0 = the same step size at every rank.
     """
-
-    def __init__(
-        self,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-        *,
-        lr: float = 1e-3,
-        beta1: float = 0.9,
-        damping: float = 1e-4,
-        rank_lr_correction_exponent: float = 0.175,
-    ) -> None:
-        tensors = [tensor for pair in pairs for tensor in pair]
-        self.rank = pairs[0][0].shape[0]
-        if any(down.shape[0] != self.rank or up.shape[1] != self.rank for down, up in pairs):
-            raise ValueError("the pairs of an adapter have one rank")
-        defaults = {
-            "lr": lr,
-            "beta1": beta1,
-            "damping": damping,
-            "rank_lr_correction_exponent": rank_lr_correction_exponent,
-        }
-        super().__init__(tensors, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step on `.grad` of every tensor that has one. A closure is not supported: gradients come ready-made."""
-        if closure is not None:
-            raise ValueError("Dimuon takes no closure")
-        for group in self.param_groups:
-            moved = [tensor for tensor in group["params"] if tensor.grad is not None]
-            for tensor in moved:
-                state = self.state[tensor]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["momentum"] = torch.zeros_like(tensor)
-                state["step"] += 1
-                state["momentum"].lerp_(tensor.grad, 1 - group["beta1"])
-            size = group["lr"] * rank_correction(self.rank, group["rank_lr_correction_exponent"])
-            for same in _by_shape(moved):
-                steps = direction(torch.stack([self.state[tensor]["momentum"] for tensor in same]), group["damping"])
-                for tensor, step in zip(same, steps, strict=True):
-                    tensor.sub_(step.to(tensor.dtype), alpha=size)
+    ranks = {rank for down, up in weights.values() for rank in (down.shape[0], up.shape[1])}
+    if len(ranks) != 1:
+        raise ValueError("the pairs of an adapter have one rank")
+    size = lr * rank_correction(ranks.pop(), rank_lr_correction_exponent)
+    moved: list[tuple[Tensor, Tensor]] = []
+    for name, pair in weights.items():
+        for weight, kept, grad in zip(pair, momentum[name], gradient[name], strict=True):
+            kept.lerp_(grad, 1 - beta1)
+            moved.append((weight, kept))
+    for same in _by_shape(moved):
+        steps = direction(torch.stack([kept for _, kept in same]), damping)
+        for (weight, _), step in zip(same, steps, strict=True):
+            weight.sub_(step.to(weight.dtype), alpha=size)
 
 
 def rank_correction(rank: int, exponent: float) -> float:
@@ -120,10 +108,10 @@ def matrix_sign(x: Tensor) -> Tensor:
     return sign
 
 
-def _by_shape(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors that can be stacked: of one shape on one device."""
+def _by_shape(moved: Sequence[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """Weights with their momenta that can be stacked: of one shape."""
 
-    def key(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-        return str(tensor.device), tuple(tensor.shape)
+    def key(item: tuple[Tensor, Tensor]) -> tuple[int, ...]:
+        return tuple(item[0].shape)
 
-    return [list(group) for _, group in groupby(sorted(tensors, key=key), key)]
+    return [list(group) for _, group in groupby(sorted(moved, key=key), key)]
