@@ -6,9 +6,10 @@ decides how many tokens are decoded between training steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from engines.base import BaseEngine
 from engines.rollout import Generation, RolloutEngine
@@ -16,12 +17,8 @@ from schemas.errors import NotFound, TinsmithError
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
-    OptimizerType,
     Sample,
     SampleResult,
-    SavedAdapter,
-    StepParams,
-    StepResult,
     TrainBatch,
     TrainResult,
 )
@@ -30,6 +27,23 @@ from workers.training import TrainingWorker
 
 REF_ADAPTER_ID = "ref:base"
 """Holds a colon in a place that no model id has, so it never clashes with a client's adapter."""
+
+Params = ParamSpec("Params")
+Value = TypeVar("Value")
+
+
+def by_actor(
+    method: Callable[Concatenate[Any, Params], Value],
+) -> Callable[Concatenate[ActorRolloutRefWorker, Params], Value]:
+    """The method of the combined worker that its actor's method of this name carries out, registered as that one is."""
+
+    @functools.wraps(method)
+    def forward(self: ActorRolloutRefWorker, /, *args: Params.args, **kwargs: Params.kwargs) -> Value:
+        # By name, so that an actor that overrides the method is asked itself.
+        value: Value = getattr(self.actor, method.__name__)(*args, **kwargs)
+        return value
+
+    return forward
 
 
 class ActorRolloutRefWorker:
@@ -51,44 +65,12 @@ class ActorRolloutRefWorker:
         self._has_ref_adapter = False
 
     # -- actor ---------------------------------------------------------------------------------------------------
-    @register(Dispatch.ONE_TO_ALL)
-    def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
-        """See `TrainingWorker.create_adapter`."""
-        return self.actor.create_adapter(adapter_id, lora, optimizer)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def remove_adapter(self, adapter_id: str) -> None:
-        """See `TrainingWorker.remove_adapter`."""
-        self.actor.remove_adapter(adapter_id)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool) -> SavedAdapter:
-        """See `TrainingWorker.save_checkpoint`."""
-        return self.actor.save_checkpoint(adapter_id, folder, with_optimizer)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self,
-        adapter_id: str,
-        folder: str,
-        with_optimizer: bool,
-        create: bool,
-        optimizer: OptimizerType | None = None,
-    ) -> SavedAdapter:
-        """See `TrainingWorker.load_checkpoint`."""
-        return self.actor.load_checkpoint(adapter_id, folder, with_optimizer, create, optimizer)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def infer_batch(self, batch: TrainBatch) -> TrainResult:
-        """See `TrainingWorker.infer_batch`."""
-        return self.actor.infer_batch(batch)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def train_batch(
-        self, batch: TrainBatch, optim_step_params: StepParams | None = None, grad_clip_norm: float = 0.0
-    ) -> tuple[TrainResult, StepResult]:
-        """See `TrainingWorker.train_batch`."""
-        return self.actor.train_batch(batch, optim_step_params, grad_clip_norm)
+    create_adapter = by_actor(TrainingWorker.create_adapter)
+    remove_adapter = by_actor(TrainingWorker.remove_adapter)
+    save_checkpoint = by_actor(TrainingWorker.save_checkpoint)
+    load_checkpoint = by_actor(TrainingWorker.load_checkpoint)
+    infer_batch = by_actor(TrainingWorker.infer_batch)
+    train_batch = by_actor(TrainingWorker.train_batch)
 
     # -- ref -----------------------------------------------------------------------------------------------------
     @register(Dispatch.ONE_TO_ALL)

@@ -1,6 +1,6 @@
 """The runtime of one base model: what the edge talks to.
 
-Responsible for the loop that alternates training operations and slices of decoding on one worker group, and for the
+Responsible for the loop that alternates turns of training and slices of decoding on one worker group, and for the
 group's life: start, death, restart, stop. Not responsible for order and fairness (`workers/scheduler.py`), for the
 operations themselves (the lanes), or for durability (the caller's `load` and `done`).
 """
@@ -17,10 +17,11 @@ from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
 from workers.group import WorkerGroup
 from workers.sampling_lane import SamplingLane
+from workers.throughput import Throughput, ThroughputMeter
 from workers.tickets import Desk, QueueState, Ticket
 from workers.training_lane import TrainingLane
 
-__all__ = ["ModelRuntime", "QueueState", "Ticket"]
+__all__ = ["ModelRuntime", "QueueState", "Throughput", "Ticket"]
 
 _log = logging.getLogger("tinsmith.runtime")
 
@@ -36,7 +37,10 @@ class ModelRuntime:
         max_adapters: models that may be trained at once.
         max_sample_rows: sequences that decode together in one batch.
         max_sample_tokens: tokens that all decoding sequences may hold at once.
-        decode_slice: tokens per row decoded between two training operations.
+        decode_slice: tokens per row decoded between two turns of training.
+        micro_batch_tokens: tokens of a training turn; None = what the engine likes.
+        turn_timeout: seconds after which a training turn counts as hung: the worker is ended and started again, as
+            after a death. None = no limit.
         restart_limit: restarts in a row, without any completed work between them, before the runtime gives up.
         restart_pause: seconds before the first of those restarts; doubles each time.
         on_models_lost: told which models are gone after a worker died, before their operations fail.
@@ -53,6 +57,8 @@ class ModelRuntime:
         max_sample_rows: int = 64,
         max_sample_tokens: int = 131_072,
         decode_slice: int = 8,
+        micro_batch_tokens: int | None = None,
+        turn_timeout: float | None = None,
         restart_limit: int = 3,
         restart_pause: float = 0.5,
         on_models_lost: Callable[[Sequence[str]], Awaitable[None]],
@@ -68,8 +74,16 @@ class ModelRuntime:
         self._on_models_lost = on_models_lost
         self._clock = clock
         self._desk = Desk()
+        self._turn_timeout = turn_timeout
+        self._meter = ThroughputMeter()
         self._training = TrainingLane(
-            self._desk, self._call, gap_timeout=gap_timeout, max_adapters=max_adapters, clock=clock
+            self._desk,
+            self._call,
+            budget=lambda: micro_batch_tokens or (self.info.micro_batch_tokens if self.info is not None else 1),
+            meter=self._meter,
+            gap_timeout=gap_timeout,
+            max_adapters=max_adapters,
+            clock=clock,
         )
         self._sampling = SamplingLane(
             self._desk,
@@ -159,16 +173,20 @@ class ModelRuntime:
             return QueueState("paused_capacity", f"base model is {doing} ({self._clock() - self._since:.0f} s){detail}")
         if entry is None:
             return QueueState("active")
-        if entry.running:
-            return QueueState("active", "running")
-        lane = self._sampling if entry.ticket.model_id is None else self._training
-        return QueueState("active", lane.reason(entry))
+        if entry.ticket.model_id is None:
+            return QueueState("active", "running" if entry.running else self._sampling.reason(entry))
+        return QueueState("active", self._training.reason(entry))
+
+    def throughput(self) -> Throughput:
+        """What training has computed so far, and how fast."""
+        return self._meter.read(self._clock(), self.info.peak_flops if self.info is not None else 0.0)
 
     # -- the loop --------------------------------------------------------------------------------------------------
     async def _run(self) -> None:
         try:
             self.info = await self._group.start()
             self.state = "ready"
+            self._meter.begin(self._clock())
             while await self._cycle():
                 pass
         except TinsmithError as error:
@@ -208,7 +226,13 @@ class ModelRuntime:
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:
-            value = await self._group.call(method, *args)
+            async with asyncio.timeout(self._turn_timeout if method == "run_micro_batch" else None):
+                value = await self._group.call(method, *args)
+        except TimeoutError:
+            message = f"the worker did not finish a training turn within {self._turn_timeout:g} s and was ended"
+            _log.error("%s: %s", self.name, message)
+            await self._group.stop()
+            raise WorkerDied(message) from None
         except WorkerDied:
             raise
         except TinsmithError:

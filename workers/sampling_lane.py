@@ -16,7 +16,8 @@ from schemas.errors import EngineFailure, Gone, InvalidRequest, TinsmithError, W
 from schemas.operations import Sample
 from workers.scheduler import SampleLine
 from workers.tickets import Desk, Entry
-from workers.training_lane import MAX_RERUNS, WorkerCall
+from workers.training_lane import MAX_RERUNS
+from workers.turn_runner import WorkerCall
 
 _log = logging.getLogger("tinsmith.runtime")
 

@@ -1,4 +1,4 @@
-"""Whose turn it is on one base model: fair between projects, then between their models; in order within a model.
+"""Who is next on one base model: fair between projects, then between their models; in order within a model.
 
 Pure: no tasks, times are passed in. Two lines, one for training operations and one for samples; the runtime takes
 from them alternately.
@@ -10,18 +10,25 @@ from collections import deque
 from collections.abc import Iterator
 
 from schemas.errors import InvalidRequest
+from workers.fairness import FairShare
 from workers.queues import ModelQueue
 from workers.tickets import Entry
 
 
 class TrainingLine:
-    """The queues of all open models. Round robin over projects, then over the models of the project."""
+    """The queues of all open models. Their projects, and within a project its models, get equal shares of tokens.
+
+    A model is in line while its next operation can start, or while it is held because an operation is under way.
+    """
 
     def __init__(self, gap_timeout: float) -> None:
         self._gap_timeout = gap_timeout
         self._queues: dict[str, ModelQueue[Entry]] = {}
-        self._turns: dict[str, dict[str, None]] = {}
-        """Project -> its models with waiting entries; the first of each is next. Dicts are used as ordered sets."""
+        self._project_of: dict[str, str] = {}
+        self._held: set[str] = set()
+        self._projects: FairShare[str] = FairShare()
+        self._models: dict[str, FairShare[str]] = {}
+        """By project."""
 
     def open_model(self, model_id: str) -> None:
         """Begin a queue whose first seq_id is 0."""
@@ -30,49 +37,69 @@ class TrainingLine:
     def close_model(self, model_id: str) -> list[Entry]:
         """Drop a queue; returns what waited in it, in order."""
         queue = self._queues.pop(model_id, None)
-        for models in self._turns.values():
-            models.pop(model_id, None)
-        self._forget_idle_projects()
-        return queue.drain() if queue is not None else []
+        waiting = queue.drain() if queue is not None else []
+        self._held.discard(model_id)
+        self._update(model_id)
+        project_id = self._project_of.pop(model_id, None)
+        if project_id is not None:
+            self._models[project_id].forget(model_id)
+            if project_id not in self._project_of.values():
+                del self._models[project_id]
+        return waiting
 
     def add(self, model_id: str, entry: Entry, now: float) -> None:
         """Enqueue under the ticket's seq_id; raises `InvalidRequest` as `ModelQueue.add` does."""
         entry.seq_id = self._queues[model_id].add(entry.ticket.seq_id, entry, now)
-        self._turns.setdefault(entry.ticket.project_id, {}).setdefault(model_id)
+        project_id = self._project_of.setdefault(model_id, entry.ticket.project_id)
+        self._models.setdefault(project_id, FairShare())
+        self._update(model_id)
 
     def note_refused(self, model_id: str, seq_id: int) -> None:
         """A refused request consumed this seq_id."""
         if model_id in self._queues:
             self._queues[model_id].note_refused(seq_id)
+            self._update(model_id)
 
-    def peek(self) -> Entry | None:
-        """The entry whose turn it is."""
-        return next(self._ready(), None)
+    def order(self) -> Iterator[str]:
+        """The models in line, the one whose turn it is first."""
+        for project_id in self._projects.order():
+            yield from self._models[project_id].order()
 
-    def pop(self) -> Entry | None:
-        """Take the entry whose turn it is; its model and its project go to the end of their rounds."""
-        entry = self.peek()
-        if entry is None:
-            return None
-        model_id, project_id = entry.ticket.model_id, entry.ticket.project_id
-        assert model_id is not None
-        queue = self._queues[model_id]
-        queue.pop()
-        models = self._turns.pop(project_id)
-        del models[model_id]
-        if len(queue) > 0:
-            models[model_id] = None
-        if models:
-            self._turns[project_id] = models
+    def head(self, model_id: str) -> Entry | None:
+        """The operation of a model that may start next."""
+        queue = self._queues.get(model_id)
+        return None if queue is None else queue.peek()
+
+    def pop(self, model_id: str) -> Entry:
+        """Start the operation that `head` shows."""
+        entry = self._queues[model_id].pop()
+        self._update(model_id)
         return entry
+
+    def hold(self, model_id: str) -> None:
+        """Keep the model in line: an operation of it is under way."""
+        self._held.add(model_id)
+        self._update(model_id)
+
+    def release(self, model_id: str) -> None:
+        """No operation of the model is under way any more."""
+        self._held.discard(model_id)
+        self._update(model_id)
+
+    def charge(self, model_id: str, tokens: int) -> None:
+        """A model that is in line is served: it and its project move back by as much."""
+        project_id = self._project_of[model_id]
+        self._projects.charge(project_id, tokens)
+        self._models[project_id].charge(model_id, tokens)
 
     def expire(self, now: float) -> list[tuple[Entry, InvalidRequest]]:
         """Everything that waited too long behind a missing seq_id."""
-        failed = [pair for queue in self._queues.values() for pair in queue.expire(now)]
-        for entry, _ in failed:
-            models = self._turns.get(entry.ticket.project_id, {})
-            models.pop(entry.ticket.model_id or "", None)
-        self._forget_idle_projects()
+        failed: list[tuple[Entry, InvalidRequest]] = []
+        for model_id, queue in self._queues.items():
+            overdue = queue.expire(now)
+            if overdue:
+                failed += overdue
+                self._update(model_id)
         return failed
 
     def next_deadline(self) -> float | None:
@@ -80,26 +107,48 @@ class TrainingLine:
         deadlines = (queue.gap_deadline() for queue in self._queues.values() if len(queue) > 0)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
-    def reason(self, entry: Entry) -> str:
-        """Why a waiting entry does not run, for people."""
-        queue = self._queues.get(entry.ticket.model_id or "")
+    def reason(self, entry: Entry, in_turn: int = 0) -> str:
+        """Why a waiting entry does not run, for people; the turn that runs now has `in_turn` tokens."""
+        model_id = entry.ticket.model_id or ""
+        queue = self._queues.get(model_id)
         if queue is None:
             return "about to be answered"
         missing = queue.missing()
         if missing is not None:
             return f"waiting for seq_id {missing} of this model"
         ahead = queue.ahead(entry.seq_id)
-        return f"{_count(ahead, 'operation')} of this model ahead" if ahead else "next, after the turns of other models"
+        if ahead:
+            return f"{_count(ahead, 'operation')} of this model ahead"
+        if model_id in self._held:
+            return "waiting for the operation of this model that is under way"
+        return self._turn_reason(model_id, in_turn)
 
-    def _ready(self) -> Iterator[Entry]:
-        for models in self._turns.values():
-            for model_id in models:
-                entry = self._queues[model_id].peek()
-                if entry is not None:
-                    yield entry
+    def _turn_reason(self, model_id: str, in_turn: int) -> str:
+        project_id = self._project_of[model_id]
+        models = self._models[project_id]
+        projects, siblings = len(self._projects) - 1, len(models) - 1
+        if projects:
+            others = f"{_count(projects, 'other project')} {'is' if projects == 1 else 'are'} training"
+        elif siblings:
+            others = f"{_count(siblings, 'other model')} of this project {'is' if siblings == 1 else 'are'} training"
+        else:
+            return "waiting for its turn: next"
+        tokens = in_turn + self._projects.ahead(project_id) + models.ahead(model_id)
+        return f"waiting for its turn: {others}, about {tokens:,.0f} tokens ahead"
 
-    def _forget_idle_projects(self) -> None:
-        self._turns = {project_id: models for project_id, models in self._turns.items() if models}
+    def _update(self, model_id: str) -> None:
+        """Put the model in line, or take it out."""
+        project_id = self._project_of.get(model_id)
+        if project_id is None:
+            return
+        models = self._models[project_id]
+        if model_id in self._held or self.head(model_id) is not None:
+            models.enter(model_id)
+            self._projects.enter(project_id)
+        else:
+            models.leave(model_id)
+            if not len(models):
+                self._projects.leave(project_id)
 
 
 class SampleLine:

@@ -58,6 +58,11 @@ class Entry:
     over: bool = False
     _loading: asyncio.Future[Operation] | None = None
 
+    @property
+    def loading(self) -> bool:
+        """Whether the operation is in memory, or on its way."""
+        return self._loading is not None
+
     def prefetch(self) -> None:
         """Begin to load the operation beside other work."""
         if self._loading is None:

@@ -1,7 +1,8 @@
-"""Executes training operations: one worker call each, in the order of the training line.
+"""Executes training operations: batches and steps of many models in turns, everything else as a call of its own.
 
 Responsible for the life of the adapters on the worker (new, live, failed, lost, freed) and for what a failure means to
-the operations behind it. Not responsible for restarting workers (`workers/runtime.py`).
+the operations behind it. Not responsible for turns (`workers/turn_runner.py`), nor for restarting workers
+(`workers/runtime.py`).
 """
 
 from __future__ import annotations
@@ -10,27 +11,29 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
-from schemas.errors import EngineFailure, Gone, InvalidRequest, ModelLost, NotFound, TinsmithError, WorkerDied
+from schemas.errors import EngineFailure, InvalidRequest, ModelLost, NotFound, TinsmithError, WorkerDied
 from schemas.operations import (
     CreateModel,
     LoadWeights,
     Operation,
     OperationResult,
-    OptimStep,
     SaveWeights,
-    TrainBatch,
     ZeroGrad,
 )
 from workers.scheduler import TrainingLine
+from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
+from workers.turn_runner import TurnRunner, WorkerCall, gone
+from workers.turns import Composer, Heads
 
 _log = logging.getLogger("tinsmith.runtime")
 
-WorkerCall = Callable[..., Awaitable[Any]]
 MAX_RERUNS = 2
 """How often work that a dying worker took with it is run again, if running it again is harmless."""
+COMPANION_SECONDS = 1.0
+"""A model is waited for only this long after its last operation: one that is idle delays nobody."""
 _LONGEST_REMOVAL_PAUSE = 60.0
 
 
@@ -40,6 +43,8 @@ class _Model:
 
     live: bool = False
     error: TinsmithError | None = None
+    seen: float = float("-inf")
+    """When it was last told of an operation or answered one."""
 
 
 @dataclass(slots=True)
@@ -50,24 +55,48 @@ class _Removal:
 
 
 class TrainingLane:
-    """All open models of one base model."""
+    """All open models of one base model.
+
+    Args:
+        budget: tokens of a turn, once the base model is loaded.
+        meter: told what each turn cost.
+    """
 
     def __init__(
-        self, desk: Desk, call: WorkerCall, *, gap_timeout: float, max_adapters: int, clock: Callable[[], float]
+        self,
+        desk: Desk,
+        call: WorkerCall,
+        *,
+        budget: Callable[[], int],
+        meter: ThroughputMeter,
+        gap_timeout: float,
+        max_adapters: int,
+        clock: Callable[[], float],
     ) -> None:
         self._desk = desk
         self._call = call
         self._line = TrainingLine(gap_timeout)
+        self._composer = Composer(self._line, Heads(), check=self._check, refuse=self._refuse)
+        self._turns = TurnRunner(
+            call,
+            self._composer,
+            meter,
+            budget=budget,
+            is_open=lambda model_id: model_id in self._models,
+            expects_company=self._expects_company,
+            finish=self._finish,
+            clock=clock,
+        )
         self._max_adapters = max_adapters
         self._clock = clock
         self._models: dict[str, _Model] = {}
         self._adapters: set[str] = set()
         """Adapters on the worker, those that wait for removal included."""
         self._removals: deque[_Removal] = deque()
-        self._running: Entry | None = None
+        self._single: Entry | None = None
+        """The operation that runs as a call of its own."""
         self._again: deque[Entry] = deque()
         """Creations that were lost with a worker; nothing else of their models can have run."""
-        self._prefetched: Entry | None = None
 
     # -- what the edge does ----------------------------------------------------------------------------------------
     def open_model(self, model_id: str) -> None:
@@ -85,7 +114,8 @@ class TrainingLane:
                 raise NotFound(f"model {model_id!r} is not open on this server", field="model_id")
             if model.error is not None:
                 raise model.error
-            self._line.add(model_id, entry, self._clock())
+            model.seen = self._clock()
+            self._line.add(model_id, entry, model.seen)
         except TinsmithError as error:
             self._desk.finish(entry, error)
 
@@ -94,20 +124,22 @@ class TrainingLane:
         self._line.note_refused(model_id, seq_id)
 
     def close_model(self, model_id: str) -> None:
-        """Fail what waits with `Gone` and free the adapter after the running operation."""
+        """Fail what waits with `Gone` and free the adapter after the running call."""
         if self._models.pop(model_id, None) is None:
             return
         again = [entry for entry in self._again if entry.ticket.model_id == model_id]
         self._again = deque(entry for entry in self._again if entry.ticket.model_id != model_id)
-        for entry in [*again, *self._line.close_model(model_id)]:
-            self._desk.finish(entry, Gone("this model was unloaded, or its session is over", field="model_id"))
-        running = self._running is not None and self._running.ticket.model_id == model_id
+        for entry in [*again, *self._turns.close(model_id), *self._line.close_model(model_id)]:
+            self._desk.finish(entry, gone())
+        running = self._single is not None and self._single.ticket.model_id == model_id
         if running or model_id in self._adapters:
             self._removals.append(_Removal(model_id))
 
     def reason(self, entry: Entry) -> str:
-        """Why a waiting entry does not run, for people."""
-        return "waiting to run again" if entry in self._again else self._line.reason(entry)
+        """Why an entry has no result yet, for people."""
+        if entry in self._again:
+            return "waiting to run again"
+        return self._turns.progress(entry) if entry.running else self._line.reason(entry, self._turns.tokens)
 
     # -- what the loop does ----------------------------------------------------------------------------------------
     def expire(self) -> None:
@@ -122,24 +154,22 @@ class TrainingLane:
         return min([*deadlines, gap] if gap is not None else deadlines, default=None)
 
     async def run_next(self) -> bool:
-        """Free what is due, then run one operation; False if there was nothing to do.
+        """Free what is due, then run one turn or one call; False if there was nothing to do.
 
-        Raises `WorkerDied`; the running entry then stays with the lane until `lose_models`.
+        Raises `WorkerDied`; what was running then stays with the lane until `lose_models`.
         """
         removed = await self._remove_due()
-        entry = self._again.popleft() if self._again else self._line.pop()
-        if entry is None:
-            return removed
-        self._running, entry.running = entry, True
-        try:
-            outcome: OperationResult | TinsmithError = await self._execute(entry, await entry.load())
-        except WorkerDied:
-            raise
-        except TinsmithError as error:
-            outcome = self._note_failure(entry, error)
-        self._running = None
-        self._desk.finish(entry, outcome)
-        return True
+        if self._again:
+            await self._run_single(self._again.popleft())
+            return True
+        due = await self._turns.compose()
+        if isinstance(due, Entry):
+            await self._run_single(due)
+        elif due is not None:
+            await self._turns.run(due)
+        else:
+            await self._turns.forget_dropped()
+        return removed or due is not None
 
     def lose_models(self) -> tuple[list[str], list[tuple[Entry, TinsmithError]]]:
         """The worker died: every adapter is gone. Returns the lost models and the entries to fail, with their errors.
@@ -148,30 +178,62 @@ class TrainingLane:
         """
         lost = [model_id for model_id in self._adapters if model_id in self._models]
         failed: list[tuple[Entry, TinsmithError]] = []
-        entry, self._running = self._running, None
+        running = [*([] if self._single is None else [self._single]), *self._turns.lose()]
+        self._single = None
         for model_id in lost:
             error = _model_lost(model_id)
             self._models[model_id].live, self._models[model_id].error = False, error
             failed += [(waiting, error) for waiting in self._line.close_model(model_id)]
-        if entry is not None and not entry.over:
-            failed += self._after_death(entry)
+        for entry in running:
+            if not entry.over:
+                failed += self._after_death(entry)
         self._adapters.clear()
         self._removals.clear()
         return lost, failed
 
-    # -- one operation ---------------------------------------------------------------------------------------------
+    # -- what turns ask ---------------------------------------------------------------------------------------------
+    def _check(self, model_id: str, operation: Operation) -> TinsmithError | None:
+        """Why this model cannot run this operation."""
+        model = self._models.get(model_id)
+        if (model is not None and model.live) or _creates(operation):
+            return None
+        return NotFound(f"model {model_id!r} was never created", field="model_id", code="model_not_created")
+
+    def _refuse(self, entry: Entry, error: TinsmithError) -> None:
+        self._desk.finish(entry, self._note_failure(entry, error))
+
+    def _expects_company(self, present: set[str]) -> bool:
+        """Whether a model that is not present was busy a moment ago."""
+        since = self._clock() - COMPANION_SECONDS
+        return any(m.live and m.seen >= since and model_id not in present for model_id, m in self._models.items())
+
+    def _finish(self, entry: Entry, outcome: OperationResult | TinsmithError) -> None:
+        model = self._models.get(entry.ticket.model_id or "")
+        if model is not None:
+            model.seen = self._clock()
+        self._desk.finish(entry, outcome)
+
+    # -- calls of their own ----------------------------------------------------------------------------------------
+    async def _run_single(self, entry: Entry) -> None:
+        self._single, entry.running = entry, True
+        try:
+            outcome: OperationResult | TinsmithError = await self._execute(entry, await entry.load())
+        except WorkerDied:
+            raise
+        except TinsmithError as error:
+            outcome = self._note_failure(entry, error)
+        self._single = None
+        self._finish(entry, outcome)
+
     async def _execute(self, entry: Entry, operation: Operation) -> OperationResult:
         model_id = entry.ticket.model_id or ""
         model = self._models.get(model_id)
         if model is None:
-            raise Gone("this model was unloaded, or its session is over", field="model_id")
-        if isinstance(operation, CreateModel) or (isinstance(operation, LoadWeights) and operation.create):
+            raise gone()
+        if _creates(operation):
             return await self._create(model_id, model, operation)
-        if not model.live:
-            raise NotFound(f"model {model_id!r} was never created", field="model_id", code="model_not_created")
-        call = self._start_call(model_id, operation)
-        self._prefetch_next()
-        result: OperationResult = await call
+        self._composer.prefetch()
+        result: OperationResult = await self._start_call(model_id, operation)
         return result
 
     async def _create(self, model_id: str, model: _Model, operation: CreateModel | LoadWeights) -> OperationResult:
@@ -196,10 +258,6 @@ class TrainingLane:
 
     def _start_call(self, model_id: str, operation: Operation) -> Awaitable[Any]:
         match operation:
-            case TrainBatch():
-                return self._call("forward_backward" if operation.backward else "infer_batch", operation)
-            case OptimStep():
-                return self._call("optimizer_step", model_id, operation.params, operation.grad_clip_norm)
             case ZeroGrad():
                 return self._call("optimizer_zero_grad", model_id)
             case SaveWeights():
@@ -208,13 +266,6 @@ class TrainingLane:
                 return self._call("load_checkpoint", model_id, operation.folder, operation.with_optimizer, False)
             case _:
                 raise EngineFailure(f"a model has no operation {type(operation).__name__}")
-
-    def _prefetch_next(self) -> None:
-        """Load the next operation beside the running one: one at a time, so that memory stays flat."""
-        if self._prefetched is None or self._prefetched.over or self._prefetched.running:
-            self._prefetched = self._line.peek()
-            if self._prefetched is not None:
-                self._prefetched.prefetch()
 
     def _note_failure(self, entry: Entry, error: TinsmithError) -> TinsmithError:
         """A failed operation leaves its model usable, unless it was the one to create it."""
@@ -238,7 +289,7 @@ class TrainingLane:
         model = self._models.get(model_id)
         entry.running = False
         if model is None:
-            return [(entry, Gone("this model was unloaded, or its session is over", field="model_id"))]
+            return [(entry, gone())]
         if model.error is not None:
             return [(entry, model.error)]
         entry.attempts += 1
@@ -251,7 +302,10 @@ class TrainingLane:
     async def _remove_due(self) -> bool:
         """Free adapters of closed models. A failed removal is tried again later: the slot must not leak."""
         now, removed = self._clock(), False
-        for removal in [due for due in self._removals if due.not_before <= now]:
+        due = [removal for removal in self._removals if removal.not_before <= now]
+        if due:
+            await self._turns.forget_dropped()
+        for removal in due:
             try:
                 await self._call("remove_adapter", removal.model_id)
             except WorkerDied:
@@ -265,6 +319,10 @@ class TrainingLane:
             self._adapters.discard(removal.model_id)
             removed = True
         return removed
+
+
+def _creates(operation: Operation) -> TypeGuard[CreateModel | LoadWeights]:
+    return isinstance(operation, CreateModel) or (isinstance(operation, LoadWeights) and operation.create)
 
 
 def _model_lost(model_id: str) -> ModelLost:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from schemas.errors import TinsmithError, WorkerDied
-from schemas.operations import BaseModelInfo
+from schemas.operations import BaseModelInfo, MicroBatch
 from workers.build import Progress, resolve_builder
 from workers.dispatch import invoke
 from workers.faults import to_tinsmith_error
@@ -30,7 +30,8 @@ class InlineWorkerGroup:
         self._callbacks: list[Callable[[TinsmithError], None]] = []
         self.progress: str | None = None
         self.calls: list[str] = []
-        """Names of the methods called so far, for tests."""
+        """Names of the methods called so far, for tests. A turn counts as the primitives of what it opens and steps."""
+        self.turns: list[MicroBatch] = []
 
     @classmethod
     def from_spec(cls, spec: WorkerSpec) -> InlineWorkerGroup:
@@ -51,7 +52,10 @@ class InlineWorkerGroup:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._worker is None:
             raise WorkerDied("the worker is not running")
-        self.calls.append(method)
+        if method == "run_micro_batch":
+            self._note_turn(*args)
+        else:
+            self.calls.append(method)
         return await self._run(invoke, self._worker, method, args, kwargs)
 
     async def ping(self, timeout: float) -> bool:  # noqa: ASYNC109 (the protocol's name)
@@ -74,6 +78,11 @@ class InlineWorkerGroup:
         error = self._end("the worker process ended")
         for callback in self._callbacks:
             callback(error)
+
+    def _note_turn(self, micro: MicroBatch) -> None:
+        self.turns.append(micro)
+        self.calls += ["forward_backward" if batch.backward else "infer_batch" for batch in micro.opened.values()]
+        self.calls += ["optimizer_step"] * len(micro.steps)
 
     def _note_progress(self, text: str) -> None:
         self.progress = text

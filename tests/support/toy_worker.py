@@ -2,7 +2,8 @@
 
 logprob_i = w * target_i; loss = -sum(weights_i * w * target_i); gradient = -sum(weights_i * target_i);
 w -= lr * gradient.
-`loss_config` may ask for trouble: `sleep` seconds, `raise` an unexpected error, `die` by SIGKILL. A sample draws
+`loss_config` may ask for trouble: `sleep` seconds, `raise` an unexpected error, `die` by SIGKILL, be refused when it
+is opened (`refuse`) or when datum n is computed (`fail_at`: n). A sample draws
 (prompt[-1] + adapter weight + i) % 100; a prompt that starts with 666 kills the worker at its first step, 667 raises.
 """
 
@@ -22,8 +23,10 @@ from engines.rollout import Generation, RolloutEngine
 from schemas.errors import InvalidRequest, NonFiniteGradient, NotFound, TinsmithError, Unavailable
 from schemas.operations import (
     BaseModelInfo,
+    DatumRange,
     LoraSpec,
     OptimizerType,
+    PassStats,
     Sample,
     SampledSequence,
     SampleResult,
@@ -55,6 +58,7 @@ class ToyEngine(BaseEngine):
         super().__init__()
         self.name = name
         self.adapters: dict[str, ToyAdapter] = {}
+        self.computed = PassStats()
 
     @classmethod
     def check(cls) -> None:
@@ -126,6 +130,32 @@ class ToyEngine(BaseEngine):
         for datum in batch.datums:
             adapter.stage += float(-(datum.inputs["weights"] * datum.inputs["target_tokens"]).sum())
         return self.forward(batch)
+
+    def open_operation(self, operation_id: str, batch: TrainBatch) -> None:
+        self.adapter(batch.adapter_id)
+        if batch.loss_config.get("refuse"):
+            raise InvalidRequest("the toy refuses this batch", field="loss_config")
+        super().open_operation(operation_id, batch)
+
+    def compute(self, ranges: Sequence[DatumRange]) -> Mapping[str, TrainResult | TinsmithError]:
+        ended: dict[str, TrainResult | TinsmithError] = {}
+        sequences = tokens = 0
+        for part in ranges:
+            batch = self._operations.get(part.operation_id)
+            if batch is not None:
+                datums = batch.datums[part.start : part.stop]
+                sequences, tokens = sequences + len(datums), tokens + sum(len(datum.tokens) for datum in datums)
+                if part.start <= batch.loss_config.get("fail_at", -1.0) < part.stop:
+                    self.drop_operation(part.operation_id)
+                    ended[part.operation_id] = InvalidRequest("a datum is bad", field="data")
+                    continue
+            ended.update(super().compute([part]))
+        self.computed = PassStats(tokens, tokens, sequences, 1, 1000.0 * tokens, {"base": 0.5, "lora": 0.25})
+        return ended
+
+    def take_stats(self) -> PassStats:
+        taken, self.computed = self.computed, PassStats()
+        return taken
 
     def optimizer_step(
         self, adapter_id: str, params: StepParams | None = None, *, grad_clip_norm: float = 0.0

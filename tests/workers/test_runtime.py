@@ -135,8 +135,9 @@ async def test_unopened_and_never_created_models_are_not_found() -> None:
             await value(client.submit(step(), "m", 1))
 
 
-async def test_models_and_projects_take_turns() -> None:
-    async with running(toy_group()) as (runtime, client, _):
+@pytest.mark.parametrize("micro_batch_tokens", [2, 512])
+async def test_models_and_projects_take_turns(micro_batch_tokens: int) -> None:
+    async with running(toy_group(), micro_batch_tokens=micro_batch_tokens) as (runtime, client, _):
         models = {"a1": "A", "a2": "A", "b1": "B"}
         for model_id, project_id in models.items():
             runtime.open_model(model_id)
@@ -154,7 +155,7 @@ async def test_models_and_projects_take_turns() -> None:
 
 
 async def test_samples_progress_during_a_long_training_queue_and_vice_versa() -> None:
-    async with running(toy_group(step_seconds=0.005), decode_slice=4) as (runtime, client, _):
+    async with running(toy_group(step_seconds=0.005), decode_slice=4, micro_batch_tokens=2) as (runtime, client, _):
         runtime.open_model("m")
         await value(client.submit(create(), "m", 0))
         training = [client.submit(batch("m", sleep=0.005), "m", 1 + i, f"train-{i}") for i in range(30)]
@@ -200,8 +201,8 @@ async def test_samples_are_loaded_only_when_they_are_about_to_run() -> None:
         await asyncio.gather(*outcomes)
 
 
-async def test_at_most_one_training_operation_is_loaded_ahead() -> None:
-    async with running(toy_group()) as (runtime, client, _):
+async def test_of_one_model_at_most_one_operation_is_loaded_ahead() -> None:
+    async with running(toy_group(), micro_batch_tokens=2) as (runtime, client, _):
         runtime.open_model("m")
         await value(client.submit(create(), "m", 0))
         outcomes = [client.submit(batch("m", sleep=0.1 if seq_id == 2 else 0.0), "m", seq_id) for seq_id in range(1, 9)]
@@ -298,11 +299,11 @@ async def test_adapters_are_bounded_and_closing_frees_one() -> None:
 
 async def test_closing_fails_what_waits_even_while_an_operation_runs() -> None:
     group = toy_group()
-    async with running(group) as (runtime, client, _):
+    async with running(group, micro_batch_tokens=2) as (runtime, client, _):
         runtime.open_model("m")
         await value(client.submit(create(), "m", 0))
         current = client.submit(batch("m", sleep=0.1), "m", 1)
-        behind = client.submit(step(), "m", 2)
+        behind = client.submit(batch("m"), "m", 2)
         await asyncio.sleep(0.03)
         runtime.close_model("m")
         runtime.close_model("m")
@@ -338,17 +339,25 @@ async def test_a_failed_removal_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_waiting_says_why() -> None:
-    async with running(toy_group()) as (runtime, client, _):
-        runtime.open_model("m")
-        await value(client.submit(create(), "m", 0))
-        outcomes = [client.submit(batch("m", sleep=0.1), "m", seq_id, f"r{seq_id}") for seq_id in range(1, 5)]
-        await asyncio.sleep(0.05)
-        assert [runtime.waiting(f"r{seq_id}").reason for seq_id in range(1, 5)] == [
+    async with running(toy_group(), micro_batch_tokens=2) as (runtime, client, _):
+        for model_id, project_id in (("m", "P"), ("n", "Q"), ("o", "P")):
+            runtime.open_model(model_id)
+            await value(client.submit(create(), model_id, 0, project_id=project_id))
+        outcomes = [client.submit(batch("m", sleep=0.1), "m", 1, "m1", "P")]
+        await asyncio.sleep(0.03)
+        outcomes += [client.submit(batch("m"), "m", seq_id, f"m{seq_id}", "P") for seq_id in (2, 3, 4)]
+        assert [runtime.waiting(f"m{seq_id}").reason for seq_id in (1, 2, 3, 4)] == [
             "running",
-            "next, after the turns of other models",
+            "waiting for its turn: next",
             "1 operation of this model ahead",
             "2 operations of this model ahead",
         ]
+        outcomes.append(client.submit(batch("o"), "o", 1, "o1", "P"))
+        reason = runtime.waiting("m2").reason or ""
+        assert reason.startswith("waiting for its turn: 1 other model of this project is training, about "), reason
+        outcomes.append(client.submit(batch("n"), "n", 1, "n1", "Q"))
+        reason = runtime.waiting("n1").reason or ""
+        assert reason == "waiting for its turn: 1 other project is training, about 2 tokens ahead"
         assert runtime.waiting("unknown").state == "active"
         await asyncio.gather(*outcomes)
 

@@ -22,7 +22,7 @@ from workers.dispatch import registered_methods
 from workers.tinker import TinkerActorRolloutRefWorker, TinkerTrainingWorker
 from workers.training import TrainingWorker
 
-PRIMITIVES = {"optimizer_zero_grad", "forward_backward", "optimizer_step"}
+PRIMITIVES = {"optimizer_zero_grad", "forward_backward", "optimizer_step", "run_micro_batch"}
 LORA = LoraSpec(rank=4, seed=1)
 STEP = OptimStepParams(lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
 
@@ -62,7 +62,7 @@ def public_methods(cls: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
 
 
-def test_the_tinker_worker_adds_exactly_the_three_primitives() -> None:
+def test_the_tinker_worker_adds_exactly_the_primitives_and_their_turn() -> None:
     assert public_methods(TinkerTrainingWorker) - public_methods(TrainingWorker) == PRIMITIVES
     assert not PRIMITIVES & public_methods(TrainingWorker)
     assert set(vars(TinkerTrainingWorker)) - {"__module__", "__doc__"} == PRIMITIVES
