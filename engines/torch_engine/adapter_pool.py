@@ -11,7 +11,6 @@ import os
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +18,12 @@ import torch
 
 from engines.torch_engine.adapter import AdapterState
 from engines.torch_engine.idle_file import DamagedFile, read_state, write_state
-from schemas.errors import AlreadyExists, EngineFailure, ModelLost, NotFound, OutOfMemory
+from schemas.errors import AlreadyExists, EngineFailure, ModelLost, NotFound, OutOfMemory, TinsmithError
 
 log = logging.getLogger(__name__)
+
+ADAPTERS_BUSY = "adapters_busy"
+"""Code of an `OutOfMemory` that passes when others have ended."""
 
 _PREFIX = "idle-"
 
@@ -118,19 +120,26 @@ class AdapterPool:
         else:
             del self._pins[adapter_id]
 
-    @contextmanager
-    def pinned(self, adapter_ids: Sequence[str]) -> Iterator[list[AdapterState]]:
-        """All of these in memory at once, for the time of the context. Raises as `get`, with none left pinned."""
-        taken: list[str] = []
-        try:
-            states = []
-            for adapter_id in adapter_ids:
-                states.append(self.pin(adapter_id))
-                taken.append(adapter_id)
-            yield states
-        finally:
-            for adapter_id in taken:
-                self.unpin(adapter_id)
+    def in_turns(self, adapter_ids: Sequence[str]) -> Iterator[dict[str, AdapterState | TinsmithError]]:
+        """All of these (each once), as many at a time as fit, pinned while the caller has them; or why not (as `get`)."""
+        rest = list(adapter_ids)
+        while rest:
+            taken: dict[str, AdapterState | TinsmithError] = {}
+            pinned: list[str] = []
+            try:
+                for adapter_id in rest:
+                    try:
+                        taken[adapter_id] = self.pin(adapter_id)
+                        pinned.append(adapter_id)
+                    except TinsmithError as error:
+                        if error.code == ADAPTERS_BUSY and pinned:
+                            break
+                        taken[adapter_id] = error
+                rest = rest[len(taken) :]
+                yield taken
+            finally:
+                for adapter_id in pinned:
+                    self.unpin(adapter_id)
 
     # -- room --------------------------------------------------------------------------------------------------------
     def check_size(self, needed: int) -> None:
@@ -146,7 +155,7 @@ class AdapterPool:
     def make_room(self, needed: int) -> None:
         """Let unpinned adapters leave memory until `needed` bytes fit; call it before they are allocated.
 
-        Raises `OutOfMemory` if they never fit, while too many others are in use (code `adapters_busy`; nobody has
+        Raises `OutOfMemory` if they never fit, while too many others are in use (`ADAPTERS_BUSY`; nobody has
         left), or if a file cannot be written (that adapter has stayed).
         """
         if self._budget is None:
@@ -165,7 +174,7 @@ class AdapterPool:
                 f"no room for an adapter of {_mib(needed)}: of the {_mib(self._budget)} for adapters, "
                 f"{_mib(self.resident_bytes)} are taken, {_mib(resident)} of it by adapters that cannot leave now",
                 hint="try again when they have ended, or ask the operator for more memory for adapters",
-                code="adapters_busy",
+                code=ADAPTERS_BUSY,
             )
         for adapter_id in leaving:
             self._put_aside(adapter_id, needed)
@@ -193,7 +202,7 @@ class AdapterPool:
                 f"{_mib(self.resident_bytes)} are taken, and idle ones cannot be put aside: "
                 f"{error.strerror or 'input/output error'}",
                 hint="ask the operator to look at the disk for idle adapters",
-                code="adapters_busy",
+                code="idle_disk",
             ) from None
         except BaseException:
             _delete(temporary)
