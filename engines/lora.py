@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.operations import LORA_ALPHA, LoraSpec
@@ -70,32 +70,97 @@ class AdapterWeights:
 Segments = Sequence[tuple[AdapterWeights | None, slice]]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one adapter does to some rows of a linear's input; `gradient` is where A's and B's go in a training pass."""
+
+    rows: slice
+    down: Tensor
+    up: Tensor
+    scaling: float
+    gradient: tuple[Tensor, Tensor] | None
+
+
 @dataclass(eq=False, slots=True)
 class Router:
-    """Which adapter rules which rows. Shared by all wrapped linears of one model; used by one thread at a time."""
+    """Which adapter rules which rows. Shared by all wrapped linears of one model; used by one thread at a time.
 
-    segments: Segments | None = field(default=None)
+    `row_block`: products with base weights run over blocks of this many rows (None: over all rows at once), for
+    machines whose product of one row depends on how many others there are.
+    """
+
+    segments: Segments | None = None
+    gradients: Sequence[Pairs] | None = None
+    row_block: int | None = None
+    lora_seconds: float = 0.0
+    """Spent on adapters so far, by the clock of this process (on a GPU: to queue the work only)."""
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    """An input of every linear in a training pass, so that autograd reaches linears whose own input needs none."""
+    _cast: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
-    def use(self, segments: Segments) -> Iterator[None]:
+    def use(self, segments: Segments, gradients: Sequence[Pairs] | None = None) -> Iterator[None]:
         """Apply these adapters in the passes inside the context (the former choice comes back after it).
 
         Args:
-            segments: adapter (None = base model) and its slice of dim 0 of the batch; in order, together covering
-                it whole. One segment alone applies to every row whatever the shape (mixture-of-experts layers
-                regroup tokens; several adapters in one such pass cannot be told apart and raise).
+            segments: adapter (None = base model) and its slice of dim 0 of the batch (of the tokens, where one row
+                holds them all); in order, together covering it whole. One segment alone applies to every row whatever
+                the shape (mixture-of-experts layers regroup tokens; several adapters in one such pass cannot be told
+                apart and raise).
+            gradients: makes it a training pass: the backward pass adds each segment's gradient into its entry (modules
+                that the adapter lacks are not looked up).
         """
-        former, self.segments = self.segments, segments
+        former = (self.segments, self.gradients)
+        self.segments, self.gradients = segments, gradients
         try:
             yield
         finally:
-            self.segments = former
+            self.segments, self.gradients = former
+            self._cast = None
+
+    def parts(self, name: str, rows: int) -> list[Part]:
+        """The adapters of a linear in a pass over `rows` rows. Raises `EngineFailure` if they do not divide."""
+        segments = self.segments or ()
+        if not segments:
+            return []
+        units = segments[-1][1].stop
+        if len(segments) > 1 and rows % units:
+            raise EngineFailure(f"adapter segments end at row {units} of {rows} at {name}")
+        each = rows // units if len(segments) > 1 else 0
+        found: list[Part] = []
+        for index, (adapter, span) in enumerate(segments):
+            pair = None if adapter is None else adapter.pairs.get(name)
+            if pair is None or adapter is None:
+                continue
+            where = slice(span.start * each, span.stop * each) if len(segments) > 1 else slice(0, rows)
+            gradient = None if self.gradients is None else self.gradients[index][name]
+            found.append(Part(where, pair[0], pair[1], adapter.scaling, gradient))
+        return found
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in the dtype of the base weights; linears that read the same tensor in turn share one copy."""
+        if x.dtype == dtype:
+            return x
+        if self._cast is None or self._cast[0] is not x or self._cast[1].dtype != dtype:
+            self._cast = (x, x.to(dtype))
+        return self._cast[1]
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x @ weight` in float32, x [rows, k] and weight [k, n] of one dtype."""
+        block = self.row_block
+        if block is None or x.shape[0] <= block or x.shape[0] % block:
+            return torch.mm(x, weight).float()
+        y = x.new_empty(x.shape[0], weight.shape[1])
+        for start in range(0, x.shape[0], block):
+            torch.mm(x[start : start + block], weight, out=y[start : start + block])
+        return y.float()
 
 
 class LoraLinear(nn.Module):
-    """`base(x) + scaling * B (A x)`; the delta is computed in float32 and added in the dtype of the base's output.
+    """`base(x) + scaling * B (A x)`; float32 out, whatever the dtype of the base weight.
 
-    Takes [B, T, in] or [rows, in] and returns the same with `out`. The base linear is frozen.
+    Takes [..., in] and returns the same with `out`. The base linear is frozen; its product runs in the dtype of its
+    weight, everything else in float32.
     """
 
     def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
@@ -125,26 +190,66 @@ class LoraLinear(nn.Module):
         return self.base.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Base output plus each segment's own delta. Raises `EngineFailure` if several segments do not cover dim 0."""
-        y = cast(Tensor, self.base(x))
-        segments = self.router.segments
-        if not segments or all(self._pair(adapter) is None for adapter, _ in segments):
+        """Base output plus each segment's own delta. Raises `EngineFailure` if the segments do not cover the rows."""
+        rows = x.numel() // self.base.in_features
+        parts = self.router.parts(self.name, rows)
+        if self.router.gradients is not None and torch.is_grad_enabled():
+            y = cast(Tensor, _TrainedLinear.apply(x, self.router.anchor, self, parts))  # type: ignore[no-untyped-call]
             return y
-        if len(segments) == 1:
-            return self._add(y, x, segments[0][0])
-        if segments[-1][1].stop != x.shape[0]:
-            raise EngineFailure(f"adapter segments end at row {segments[-1][1].stop} of {x.shape[0]} at {self.name}")
-        return torch.cat([self._add(y[rows], x[rows], adapter) for adapter, rows in segments])
+        flat = x.reshape(rows, -1)
+        y = self.product(x, flat)
+        for part in parts:
+            down = torch.mm(flat[part.rows].float(), part.down.t())
+            y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
+        return y.view(*x.shape[:-1], -1)
 
-    def _pair(self, adapter: AdapterWeights | None) -> tuple[Tensor, Tensor] | None:
-        return None if adapter is None else adapter.pairs.get(self.name)
+    def product(self, x: Tensor, flat: Tensor) -> Tensor:
+        """The base output [rows, out] float32; `flat` is x as [rows, in]."""
+        weight, bias = self.base.weight, self.bias
+        if weight.dtype != flat.dtype:
+            flat = self.router.cast(x, weight.dtype).reshape(flat.shape)
+        y = self.router.product(flat, weight.t())
+        return y if bias is None else y.add_(bias)
 
-    def _add(self, y: Tensor, x: Tensor, adapter: AdapterWeights | None) -> Tensor:
-        pair = self._pair(adapter)
-        if pair is None or adapter is None:
-            return y
-        delta = functional.linear(functional.linear(x.float(), pair[0]), pair[1]) * adapter.scaling
-        return y + delta.to(y.dtype)
+
+class _TrainedLinear(torch.autograd.Function):
+    """A linear in a training pass: gradients of A and B go straight to their owners, none to the frozen base.
+
+    y = x W^T + s (x A^T) B^T; dx = g W + s (g B) A; dA += s (g B)^T x; dB += s g^T (x A^T).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, linear: LoraLinear, parts: list[Part]) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        y = linear.product(x, flat)
+        began = time.perf_counter()
+        downs = []
+        for part in parts:
+            down = torch.mm(flat[part.rows], part.down.t())
+            y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
+            downs.append(down)
+        linear.router.lora_seconds += time.perf_counter() - began
+        ctx.save_for_backward(flat if parts else None, *downs)
+        ctx.linear, ctx.parts, ctx.shape = linear, parts, x.shape
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        flat, *downs = ctx.saved_tensors
+        linear: LoraLinear = ctx.linear
+        router, weight = linear.router, linear.base.weight
+        g = grads[0].reshape(-1, grads[0].shape[-1])
+        gx = router.product(g.to(weight.dtype), weight) if ctx.needs_input_grad[0] else None
+        began = time.perf_counter()
+        for part, down in zip(ctx.parts, downs, strict=True):
+            own = g[part.rows]
+            through = torch.mm(own, part.up).mul_(part.scaling)
+            if gx is not None:
+                gx[part.rows].addmm_(through, part.down)
+            part.gradient[0].addmm_(through.t(), flat[part.rows])
+            part.gradient[1].addmm_(own.t(), down, alpha=part.scaling)
+        router.lora_seconds += time.perf_counter() - began
+        return None if gx is None else gx.view(ctx.shape), None, None, None
 
 
 def linear_families(model: nn.Module) -> dict[str, Family]:

@@ -1,45 +1,60 @@
 """The torch engine: many LoRA adapters on one frozen base model in one process on one device.
 
-One datum at a time goes through the base, without padding: its numbers depend on nothing but itself. Not responsible
-for sampling (`rollout.py`), the order of operations, or process layout.
+Datums of many runs go through the base together (`open_operations.py`, `training_pass.py`), each with its own adapter
+and its own place for its gradient. Not responsible for sampling (`rollout.py`), order, or process layout.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engines.base import BaseEngine
-from engines.custom_loss import CustomLoss
-from engines.lora import AdapterWeights, Router, attach, check_fits, init_adapter, linear_families, resolve_targets
-from engines.loss_term import LossTerm
-from engines.losses import datum_metrics, merge_metrics, resolve_loss
-from engines.peft_format import read_adapter, write_adapter
-from engines.torch_engine.adapter import AdapterState, Gradient
-from engines.torch_engine.head import OutputHead
-from engines.torch_engine.loading import (
-    check_head,
-    describe,
-    freeze,
-    load_base_model,
-    resolve_device,
-    resolve_dtype,
+from engines.lora import (
+    AdapterWeights,
+    Router,
+    check_fits,
+    expected_shapes,
+    init_adapter,
+    linear_families,
+    resolve_targets,
 )
+from engines.peft_format import read_adapter, write_adapter
+from engines.torch_engine.adapter import AdapterState, Gradient, state_bytes, step_many
+from engines.torch_engine.adapter_pool import AdapterPool
+from engines.torch_engine.assembly import Assembly, assemble
+from engines.torch_engine.hardware import set_threads
+from engines.torch_engine.loading import load_base_model, resolve_device
+from engines.torch_engine.memory import (
+    Checkpointing,
+    activation_room,
+    adapter_budget,
+    estimate_memory,
+    refuse_long_datum,
+)
+from engines.torch_engine.memory_errors import memory_errors
+from engines.torch_engine.meter import Meter
+from engines.torch_engine.open_operations import OpenOperations, commit
+from engines.torch_engine.operations import OpenOperation
+from engines.torch_engine.precision import convert, resolve_dtype
 from engines.torch_engine.validation import check_batch
-from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NotFound, OutOfMemory, Unavailable
-from schemas.losses import INTEGER_INPUTS
+from schemas.errors import AlreadyExists, EngineFailure, TinsmithError, Unavailable
 from schemas.operations import (
+    AdapterStep,
     BaseModelInfo,
-    Datum,
+    DatumRange,
     LoraSpec,
     OptimizerType,
+    PassStats,
     SavedAdapter,
     StepParams,
     StepResult,
@@ -55,11 +70,15 @@ class TorchEngine(BaseEngine):
 
     Args:
         model_folder: local Hugging Face folder (config, safetensors, tokenizer).
-        dtype: of the base weights: `auto` (bfloat16 on CUDA, float32 on the CPU), `float32`, `bfloat16`.
+        dtype: of the base weights: `auto` (bfloat16 where the hardware has units for it), `float32`, `bfloat16`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         threads: CPU threads of torch in this process; None = torch's own choice.
         model: an already built model, used instead of the folder's weights.
         name: the public name of the base model, written into exports; None = the folder's name.
+        batch_invariant: numbers may not depend on company (kept in float32 on the CPU).
+        micro_batch_tokens: tokens of a pass; None = what suits the device.
+        gradient_checkpointing: compute activations twice instead of keeping them; auto = where they would not fit.
+        adapter_memory: bytes for live adapters, above which idle ones go to `idle_folder`; None = no limit.
     """
 
     def __init__(
@@ -71,6 +90,11 @@ class TorchEngine(BaseEngine):
         threads: int | None = None,
         model: nn.Module | None = None,
         name: str | None = None,
+        batch_invariant: bool = True,
+        micro_batch_tokens: int | None = None,
+        gradient_checkpointing: Checkpointing = "auto",
+        adapter_memory: int | None = None,
+        idle_folder: Path | None = None,
     ) -> None:
         super().__init__()
         self._folder = model_folder
@@ -78,11 +102,17 @@ class TorchEngine(BaseEngine):
         self._threads = threads
         self._given = model
         self._name = name or model_folder.name
-        self._adapters: dict[str, AdapterState] = {}
+        self._batch_invariant = batch_invariant
+        self._micro_batch_tokens = micro_batch_tokens
+        self._checkpointing = gradient_checkpointing
+        self._adapter_memory = adapter_memory
+        self._idle_folder = idle_folder
+        self._room: int | None = None
+        self._pool = AdapterPool(adapter_memory, None)
         self._open: str | None = None
         self._model: Any = None
-        self._router: Router | None = None
-        self._head: OutputHead | None = None
+        self._assembly: Assembly | None = None
+        self._turns: OpenOperations | None = None
         self._info: BaseModelInfo | None = None
 
     @classmethod
@@ -94,19 +124,22 @@ class TorchEngine(BaseEngine):
 
     def load(self) -> BaseModelInfo:
         """Load, freeze and wrap the base model; raises `Unavailable` (or `InvalidRequest` for dtype and device)."""
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        set_threads(self._threads)
         device = resolve_device(self._device)
-        with _memory_errors("loading the base model"):
+        dtype = resolve_dtype(self._dtype, device)
+        with memory_errors("loading the base model"):
             if self._given is not None:
-                self._model = self._given.to(device)
+                self._model = convert(self._given, dtype).to(device)
             else:
-                self._model = load_base_model(self._folder, resolve_dtype(self._dtype, device), device)
-            freeze(self._model)
-            self._router = attach(self._model)
-            self._head = OutputHead.of(self._model)
-            check_head(self._model, self._head)
-        self._info = describe(self._model, self._head)
+                self._model = load_base_model(self._folder, dtype, device)
+            self._assembly = assembly = assemble(self._model, batch_invariant=self._batch_invariant)
+            memory = estimate_memory(self._model, assembly.router)
+        tokens = self._micro_batch_tokens or assembly.info.micro_batch_tokens
+        self._info = replace(assembly.info, micro_batch_tokens=tokens, memory=memory)
+        budget = adapter_budget(memory, self._adapter_memory)
+        self._room = activation_room(memory, budget)
+        self._pool = AdapterPool(budget if self._idle_folder is not None else self._adapter_memory, self._idle_folder)
+        self._turns = OpenOperations(assembly.run, tokens, self._checkpointing, memory, self._room)
         return self._info
 
     @property
@@ -117,7 +150,7 @@ class TorchEngine(BaseEngine):
     @property
     def router(self) -> Router:
         """Chooses adapters per pass; shared with whoever samples from this copy of the model."""
-        return _loaded(self._router)
+        return _loaded(self._assembly).router
 
     @property
     def info(self) -> BaseModelInfo:
@@ -131,28 +164,32 @@ class TorchEngine(BaseEngine):
 
     # -- adapters ------------------------------------------------------------------------------------------------
     def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
-        """Raises `AlreadyExists`, or `InvalidRequest` if a wanted family has no linear layer."""
-        if adapter_id in self._adapters:
+        """Raises `AlreadyExists`, `InvalidRequest` if a wanted family has no linear layer, `OutOfMemory`."""
+        if adapter_id in self._pool:
             raise AlreadyExists("an adapter of that id exists")
-        with _memory_errors("creating the adapter"):
+        parameters = sum(math.prod(a) + math.prod(b) for a, b in expected_shapes(self.model, lora).values())
+        self._pool.make_room(state_bytes(parameters, optimizer))
+        with memory_errors("creating the adapter"):
             state = AdapterState.of(lora, init_adapter(self.model, lora), optimizer)
-        self._adapters[adapter_id] = state
-        return sum(tensor.numel() for tensor in state.weights.tensors)
+        self._pool.add(adapter_id, state)
+        return parameters
 
     def remove_adapter(self, adapter_id: str) -> None:
-        """Free weights, moments and gradient."""
+        """Free weights, moments and gradient; its open operations are dropped."""
         if self._open == adapter_id:
             raise EngineFailure("the adapter is in training; it cannot be removed now")
-        self._adapters.pop(adapter_id, None)
+        for operation_id in self._operations_of(adapter_id):
+            self.drop_operation(operation_id)
+        self._pool.remove(adapter_id)
 
     def adapter_weights(self, adapter_id: str) -> AdapterWeights:
-        """The live weights (leaf tensors of the optimizer: read only). Raises `NotFound`."""
-        return self._state(adapter_id).weights
+        """The live weights (read only). Raises `NotFound`."""
+        return self._pool.get(adapter_id).weights
 
     def save_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool) -> SavedAdapter:
         """As `peft_format.write_adapter`."""
-        state = self._state(adapter_id)
-        with _memory_errors("saving the adapter"):
+        state = self._pool.get(adapter_id)
+        with memory_errors("saving the adapter"):
             size = write_adapter(
                 folder,
                 spec=state.spec,
@@ -173,12 +210,12 @@ class TorchEngine(BaseEngine):
         optimizer: OptimizerType | None = None,
     ) -> SavedAdapter:
         """Verify, build the whole state, then put it in place. Raises `InvalidRequest` if the folder does not fit."""
-        if self._open == adapter_id:
+        if self._open == adapter_id or self._operations_of(adapter_id):
             raise EngineFailure("the adapter is in training; it cannot be loaded now")
-        if create and adapter_id in self._adapters:
+        if create and adapter_id in self._pool:
             raise AlreadyExists("an adapter of that id exists")
-        live = None if create else self._state(adapter_id)
-        with _memory_errors("loading the adapter"):
+        live = None if create else self._pool.get(adapter_id)
+        with memory_errors("loading the adapter"):
             saved = read_adapter(folder, with_optimizer=with_optimizer)
             geometry = saved.spec if live is None else live.spec
             check_fits(self.model, geometry, saved.weights)
@@ -193,20 +230,22 @@ class TorchEngine(BaseEngine):
                 optimizer = "adamw" if saved.optimizer is None else saved.optimizer.type
             weights = AdapterWeights(pairs, saved.weights.scaling)
             state = AdapterState.of(saved.spec, weights, optimizer, saved.optimizer)
-        self._adapters[adapter_id] = state
+        (self._pool.add if live is None else self._pool.replace)(adapter_id, state)
         return SavedAdapter(saved.size_bytes, saved.spec)
 
-    # -- training ------------------------------------------------------------------------------------------------
+    # -- one adapter at a time -----------------------------------------------------------------------------------
     def _open_stage(self, adapter_id: str) -> None:
-        state = self._state(adapter_id)
+        state = self._pool.get(adapter_id)
         if self._open is not None:
             raise EngineFailure("another adapter is in training; contexts do not nest")
         state.stage = Gradient()
         self._open = adapter_id
+        self._pool.pin(adapter_id)
 
     def _close_stage(self, adapter_id: str, *, keep: bool) -> None:
-        state = self._state(adapter_id)
+        state = self._pool.get(adapter_id)
         stage, state.stage, self._open = state.stage, None, None
+        self._pool.unpin(adapter_id)
         if keep and stage is not None:
             state.gradient.merge(stage)
 
@@ -218,122 +257,99 @@ class TorchEngine(BaseEngine):
 
     def forward(self, batch: TrainBatch) -> TrainResult:
         """Raises `NotFound`, `InvalidRequest`, `OutOfMemory`."""
-        with self.eval_mode():
-            return self._run(batch, None)
+        return self._compute_whole(replace(batch, backward=False))[0]
 
     def forward_backward(self, batch: TrainBatch) -> TrainResult:
         """Raises `NotFound`, `InvalidRequest`, `OutOfMemory`, and `EngineFailure` outside `train_mode`."""
-        state = self._state(batch.adapter_id)
-        if state.stage is None:
+        if self._pool.get(batch.adapter_id).stage is None:
             raise EngineFailure("forward_backward outside of train_mode of this adapter")
-        collected = Gradient()
-        result = self._run(batch, collected)
-        # One pass as a whole: how many datums it had is told apart only to name the one that was not finite.
-        poisoned = None if collected.poisoned is None else (0, collected.poisoned[0])
-        state.stage.add(collected.tensors or [], 1, poisoned)
+        result, operation = self._compute_whole(replace(batch, backward=True))
+        commit(operation)
         return result
+
+    def _compute_whole(self, batch: TrainBatch) -> tuple[TrainResult, OpenOperation]:
+        operation = self._begin(batch)
+        self._pool.pin(batch.adapter_id)
+        try:
+            with torch.enable_grad(), self._meter.running():
+                return _loaded(self._turns).whole(operation), operation
+        finally:
+            self._pool.unpin(batch.adapter_id)
 
     def optimizer_step(
         self, adapter_id: str, params: StepParams | None = None, *, grad_clip_norm: float = 0.0
     ) -> StepResult:
         """Raises `NotFound`, `InvalidRequest` (nothing changed), `NonFiniteGradient` (gradient cleared)."""
-        state = self._state(adapter_id)
-        with _memory_errors("the optimizer step"):
+        state = self._pool.get(adapter_id)
+        with memory_errors("the optimizer step"):
             return StepResult(state.step(params, grad_clip_norm))
 
     def optimizer_zero_grad(self, adapter_id: str) -> None:
         """The open stage, if any, is cleared too. Raises `NotFound`."""
-        self._state(adapter_id).clear()
+        self._pool.get(adapter_id).clear()
 
-    # -- one batch -----------------------------------------------------------------------------------------------
-    def _run(self, batch: TrainBatch, collected: Gradient | None) -> TrainResult:
-        """All datums, one after the other; gradients into `collected`, one entry of its count per datum."""
-        state = self._state(batch.adapter_id)
+    # -- many adapters in one turn ---------------------------------------------------------------------------------
+    def open_operation(self, operation_id: str, batch: TrainBatch) -> None:
+        """Raises `NotFound`, `InvalidRequest`."""
+        _loaded(self._turns).open(operation_id, self._begin(batch))
+        self._pool.pin(batch.adapter_id)
+
+    def drop_operation(self, operation_id: str) -> None:
+        """See `BaseEngine.drop_operation`."""
+        operation = _loaded(self._turns).drop(operation_id)
+        if operation is not None:
+            self._pool.unpin(operation.batch.adapter_id)
+
+    def compute(self, ranges: Sequence[DatumRange]) -> Mapping[str, TrainResult | TinsmithError]:
+        """See `BaseEngine.compute`: datums share passes of up to `info.micro_batch_tokens` tokens."""
+        with torch.enable_grad(), self._meter.running():
+            ended = _loaded(self._turns).compute(ranges)
+        for operation_id in ended:
+            self.drop_operation(operation_id)
+        return ended
+
+    def optimizer_steps(self, steps: Sequence[AdapterStep]) -> Sequence[StepResult | TinsmithError]:
+        """See `BaseEngine.optimizer_steps`; those with equal hyperparameters run in one kernel."""
+        began = time.perf_counter()
+        outcomes: dict[str, dict[str, float] | TinsmithError] = {}
+        by_adapter = {step.adapter_id: step.step for step in steps}
+        for states in self._pool.in_turns(list(by_adapter)):
+            ready = {name: state for name, state in states.items() if not isinstance(state, TinsmithError)}
+            outcomes |= {name: state for name, state in states.items() if isinstance(state, TinsmithError)}
+            taken = step_many(
+                [(state, by_adapter[n].params, by_adapter[n].grad_clip_norm) for n, state in ready.items()]
+            )
+            outcomes |= dict(zip(ready, taken, strict=True))
+        self._meter.add("optimizer", time.perf_counter() - began)
+        return [_step_result(outcomes[step.adapter_id]) for step in steps]
+
+    def take_stats(self) -> PassStats:
+        """See `BaseEngine.take_stats`."""
+        return self._meter.take()
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+    def _begin(self, batch: TrainBatch) -> OpenOperation:
+        """A checked operation. Raises `NotFound`, `InvalidRequest`."""
+        state = self._pool.get(batch.adapter_id)
         config = check_batch(batch, self.info)
-        function = _loss_function(batch)
-        logprobs: list[np.ndarray[Any, np.dtype[np.float32]]] = []
-        metrics: list[Mapping[str, float]] = []
-        with _memory_errors(f"a batch of {len(batch.datums)} datums"):
+        if batch.backward:
             for index, datum in enumerate(batch.datums):
-                inputs = self._tensors(datum, keep_dtypes=batch.loss_graph is not None)
-                with self.router.use([(state.weights, slice(0, 1))]):
-                    lp, term = self._datum(datum, inputs, function, config)
-                    if not bool(torch.isfinite(lp).all()):
-                        raise _diverged(index)
-                    if collected is not None:
-                        grads = _gradient(term.loss, state.weights.tensors)
-                        collected.add(grads, 1, None if _finite(grads) else (0, 0))
-                logprobs.append(lp.detach().cpu().numpy())
-                metrics.append(datum_metrics(term, lp, inputs if batch.loss_graph is None else {}))
-        return TrainResult(tuple(logprobs), merge_metrics(metrics))
+                refuse_long_datum(self.info.memory, index, len(datum.tokens), self._room, self._checkpointing)
+        return OpenOperation.of(batch, state, config)
 
-    def _datum(
-        self, datum: Datum, inputs: Mapping[str, Tensor], function: Callable[..., LossTerm], config: Mapping[str, float]
-    ) -> tuple[Tensor, LossTerm]:
-        ids = torch.tensor(datum.tokens, dtype=torch.int64, device=inputs["target_tokens"].device).unsqueeze(0)
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        lp = _loaded(self._head).target_logprobs(hidden, inputs["target_tokens"])
-        return lp, function(lp, inputs, config)
+    def _operations_of(self, adapter_id: str) -> list[str]:
+        return [] if self._turns is None else self._turns.of_adapter(adapter_id)
 
-    def _tensors(self, datum: Datum, *, keep_dtypes: bool) -> dict[str, Tensor]:
-        """The inputs on the device; ids are int64, the rest float32 unless it keeps its dtype (a custom loss's)."""
-        device = self.model.get_input_embeddings().weight.device
-        kinds = {
-            name: torch.int64 if name in INTEGER_INPUTS or (keep_dtypes and values.dtype == np.int64) else torch.float32
-            for name, values in datum.inputs.items()
-        }
-        return {name: torch.tensor(datum.inputs[name], dtype=kind, device=device) for name, kind in kinds.items()}
-
-    def _state(self, adapter_id: str) -> AdapterState:
-        state = self._adapters.get(adapter_id)
-        if state is None:
-            raise NotFound("there is no such adapter")
-        return state
+    @property
+    def _meter(self) -> Meter:
+        return _loaded(self._assembly).run.meter
 
 
-def _loss_function(batch: TrainBatch) -> Callable[..., LossTerm]:
-    if batch.loss_graph is not None:
-        return CustomLoss.from_text(batch.loss_graph)
-    return resolve_loss(batch.loss_fn, batch.loss_config)[0]
-
-
-def _gradient(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """d loss / d tensors, zeros where a tensor was not used (an expert that no token chose)."""
-    grads = torch.autograd.grad(loss, tensors, allow_unused=True)
-    return [torch.zeros_like(t, requires_grad=False) if g is None else g for t, g in zip(tensors, grads, strict=True)]
-
-
-def _diverged(index: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"the logprobs of data[{index}] are not finite: the weights of this adapter have grown too large",
-        hint="load an earlier checkpoint and use a smaller learning rate",
-        code="diverged",
-    )
-
-
-def _finite(tensors: list[Tensor]) -> bool:
-    return bool(torch.stack(list(torch._foreach_norm(tensors))).isfinite().all())
+def _step_result(outcome: dict[str, float] | TinsmithError) -> StepResult | TinsmithError:
+    return outcome if isinstance(outcome, TinsmithError) else StepResult(outcome)
 
 
 def _loaded(value: T | None) -> T:
     if value is None:
         raise EngineFailure("the base model is not loaded")
     return value
-
-
-@contextmanager
-def _memory_errors(what: str) -> Iterator[None]:
-    """Turn the ways in which memory runs out into `OutOfMemory`."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            f"{what} does not fit in the memory of the device", hint="send fewer or shorter datums at a time"
-        ) from None
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has a class of its own; the CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

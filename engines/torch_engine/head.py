@@ -13,7 +13,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from engines.lora import AdapterWeights, LoraLinear, Pairs
 from schemas.errors import Unavailable
@@ -110,25 +109,6 @@ class OutputHead:
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
-
-    def target_logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Float32 logprobs of `targets` (int64 [N] or [N, K], ids within the vocabulary) after hidden states [N, H].
-
-        The whole distribution is normalised: log softmax at temperature 1 in float32. The backward pass runs the
-        head again, so it must happen under the same choice of adapters.
-        """
-        columns = targets if targets.dim() == 2 else targets.unsqueeze(1)
-        chunks: list[Tensor] = []
-        for rows in self._rows(hidden.shape[0], hidden.device):
-            part, wanted = hidden[rows], columns[rows]
-            if torch.is_grad_enabled():
-                chunks.append(cast(Tensor, checkpoint(self._chunk, part, wanted, use_reentrant=False)))
-            else:
-                chunks.append(self._chunk(part, wanted))
-        return torch.cat(chunks).view(targets.shape)
-
-    def _chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return torch.log_softmax(self.logits(hidden), dim=-1).gather(1, targets)
 
     @torch.no_grad()
     def logprobs(self, hidden: Tensor, targets: Tensor, adapter: AdapterWeights | None) -> Tensor:

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from engines.registry import get_engine
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.packing import Pack
+from engines.torch_engine.training_pass import TrainingPass
 from schemas.errors import EngineFailure, InvalidRequest, OutOfMemory, Unavailable
 from schemas.operations import Datum, OptimStepParams, TrainBatch
 from tests.engines.batches import make_batch
@@ -77,22 +78,6 @@ def test_base_weights_never_change(folder: str, request: pytest.FixtureRequest, 
     assert not any(p.requires_grad or p.grad is not None for p in engine.model.parameters())
 
 
-def test_chunks_of_the_head_do_not_change_the_numbers(engine: TorchEngine) -> None:
-    engine.create_adapter("a", SPEC)
-    train(engine, make_batch("a"))
-    batch = make_batch("a", lengths=(23,))
-    results = []
-    for rows in (None, 1, 7, 23):
-        engine._head = replace(engine._head, chunk_rows=rows)
-        lp = accumulate(engine, batch).logprobs[0]
-        results.append((lp, [g.clone() for g in engine._state("a").gradient.tensors]))
-        engine.optimizer_zero_grad("a")
-    for lp, grads in results[1:]:
-        np.testing.assert_allclose(lp, results[0][0], atol=1e-5)
-        for one, other in zip(grads, results[0][1], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
 def test_weights_missing_means_one_everywhere(engine: TorchEngine) -> None:
     engine.create_adapter("a", SPEC)
     datum = make_batch("a").datums[0]
@@ -110,55 +95,51 @@ def test_weights_missing_means_one_everywhere(engine: TorchEngine) -> None:
     [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
     ids=["python", "cuda", "cpu"],
 )
-def test_out_of_memory_in_the_middle_of_a_batch(
+def test_out_of_memory_before_a_gradient_makes_smaller_passes(
+    engine: TorchEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of more than one datum do not fit: the datums go one by one, and the numbers are the same."""
+    for name in ("a", "b"):
+        engine.create_adapter(name, SPEC)
+    expected = accumulate(engine, make_batch("b", lengths=(9, 5, 12)))
+    hidden = TrainingPass._hidden
+
+    def failing(run: TrainingPass, geometry: Pack) -> torch.Tensor:
+        if len(geometry.spans) > 1:
+            raise error
+        return hidden(run, geometry)
+
+    monkeypatch.setattr(TrainingPass, "_hidden", failing)
+    result = accumulate(engine, make_batch("a", lengths=(9, 5, 12)))
+    assert result.metrics == expected.metrics
+    assert torch.equal(gradient(engine, "a"), gradient(engine, "b"))
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_out_of_memory_in_the_middle_of_a_backward_pass(
     engine: TorchEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.create_adapter("a", SPEC)
     accumulate(engine, make_batch("a"))
-    kept = [g.clone() for g in engine._state("a").gradient.tensors]
-    calls = 0
-    original = engine._datum
+    kept = gradient(engine, "a").clone()
 
-    def failing(*args: object, **kwargs: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise error
-        return original(*args, **kwargs)
+    def failing(*args: object, **kwargs: object) -> None:
+        raise error
 
-    monkeypatch.setattr(engine, "_datum", failing)
-    with pytest.raises(OutOfMemory):
+    monkeypatch.setattr("engines.torch_engine.training_pass.torch.autograd.backward", failing)
+    with pytest.raises(OutOfMemory, match=r"data\[0\]"):
         accumulate(engine, make_batch("a", seed=4))
-    assert calls == 3
-    for one, other in zip(engine._state("a").gradient.tensors, kept, strict=True):
-        assert torch.equal(one, other)
-    assert engine.router.segments is None
-
-
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_out_of_memory_in_the_middle_of_a_step(
-    engine: TorchEngine, steps_before: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("a", "twin"):
-        engine.create_adapter(name, SPEC)
-        for seed in range(steps_before):
-            train(engine, make_batch(name, seed=seed))
-        accumulate(engine, make_batch(name, seed=9))
-    optimizer = engine._state("a").optimizer
-    original = optimizer.step
-
-    def failing() -> None:
-        original()
-        raise torch.OutOfMemoryError("after half of the tensors")
-
-    monkeypatch.setattr(optimizer, "step", failing)
-    with pytest.raises(OutOfMemory):
-        engine.optimizer_step("a", OptimStepParams(lr=0.7))
     monkeypatch.undo()
-    for name in ("a", "twin"):
-        engine.optimizer_step(name, FAST)
-    np.testing.assert_array_equal(logprobs(engine, "a"), logprobs(engine, "twin"))
-    assert optimizer.param_groups[0]["lr"] == 1e-4
+    assert torch.equal(gradient(engine, "a"), kept)
+    assert engine.router.segments is None
+    assert accumulate(engine, make_batch("a", seed=4)).metrics["loss:sum"] > 0
+
+
+def gradient(engine: TorchEngine, adapter_id: str) -> torch.Tensor:
+    """The accumulated gradient, one vector."""
+    flat = engine._pool.get(adapter_id).gradient.flat
+    assert flat is not None
+    return flat
 
 
 def test_a_restart_continues_bit_for_bit(untied_folder: Path, tmp_path: Path) -> None:
@@ -335,6 +316,6 @@ def test_a_loaded_adapter_keeps_the_order_of_its_modules(engine: TorchEngine, sa
     """Norms are sums in this order: another one could differ in the last bit after a load."""
     engine.load_adapter("b", saved, with_optimizer=True, create=True)
     assert list(engine.adapter_weights("b").pairs) == list(engine.adapter_weights("a").pairs)
-    kept = [engine._state(name).memory().slots["exp_avg"] for name in ("b", "a")]
+    kept = [engine._pool.get(name).memory().slots["exp_avg"] for name in ("b", "a")]
     for one, other in zip(*kept, strict=True):
         assert torch.equal(one, other)

@@ -1,0 +1,119 @@
+"""Attention over packs: causal within each sequence, never across, by one kernel call per run of equal lengths.
+
+Hugging Face models look their attention up by name at every call, so a pack switches it for its own pass only; anything
+else (sampling, checks) runs on the model's own implementation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from engines.torch_engine.packing import Pack, Run
+from schemas.errors import EngineFailure
+
+_NAME = "tinsmith_packed"
+_UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
+_current: ContextVar[Pack | None] = ContextVar("pack", default=None)
+
+
+@contextmanager
+def packed(model: Any, pack: Pack) -> Iterator[None]:
+    """Passes inside (and their backward passes) attend within the sequences of this pack."""
+    config = model.config
+    former = config._attn_implementation
+    config._attn_implementation = _NAME
+    token = _current.set(pack)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        config._attn_implementation = former
+
+
+def can_pack(model: Any) -> bool:
+    """Whether everything that mixes positions in this model is attention that goes through the interface.
+
+    Recurrent layers, convolutions over time and chunked attention do not; a model that is not known to be packable
+    is computed one sequence at a time.
+    """
+    config = model.config.get_text_config()
+    if not type(model)._can_set_attn_implementation() or getattr(config, "attention_chunk_size", None):
+        return False
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        return False
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return False
+    return not any(isinstance(module, nn.RNNBase | nn.Conv1d) for module in model.base_model.modules())
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> ([1, T, heads, d], None), as the interface wants."""
+    pack = _current.get()
+    if pack is None or query.shape[2] != pack.rows or attention_mask is not None:
+        raise EngineFailure("packed attention outside of a packed pass")
+    for name in _UNSUPPORTED:
+        if unused.get(name) is not None:
+            raise EngineFailure(f"packed attention does not know {name}")
+    outputs = []
+    for run in pack.runs:
+        q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))
+        if softcap is not None:
+            out = _capped(q, k, v, scaling, softcap, sliding_window)
+        else:
+            window = None
+            if sliding_window is not None and run.length > sliding_window:
+                window = _visible(run.length, sliding_window, q.device)
+            shared = q.shape[1] != k.shape[1]
+            out = functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=window, is_causal=window is None and run.length > 1, scale=scaling, enable_gqa=shared
+            )
+        outputs.append(out.transpose(1, 2).reshape(run.count * run.length, *query.shape[1::2]))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+
+
+def _sequences(tensor: Tensor, run: Run) -> Tensor:
+    """[1, heads, T, d] -> [count, heads, length, d], without a copy."""
+    part = tensor[0, :, run.start : run.stop]
+    return part.reshape(part.shape[0], run.count, run.length, part.shape[-1]).transpose(0, 1)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Boolean [length, length]: position i sees j <= i, the last `window` of them."""
+    places = torch.arange(length, device=device)
+    distance = places[:, None] - places[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float, window: int | None) -> Tensor:
+    """Attention whose scores pass through softcap * tanh(score / softcap), which no fused kernel knows."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), float("-inf"))
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+AttentionInterface.register(_NAME, attend)

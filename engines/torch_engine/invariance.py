@@ -1,0 +1,99 @@
+"""Whether numbers depend on company: found out on this machine, with this model, when it is loaded.
+
+In float32 on the CPU an operation's numbers must be the same bits whatever else shares its passes. Everything in a pass
+runs per datum but the elementwise kernels (`packing.row_multiple`) and the products with base weights, judged here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engines.lora import AdapterWeights, Pairs, views
+from engines.losses import cross_entropy
+from engines.torch_engine.operations import DatumLoss
+from engines.torch_engine.training_pass import PassItem, TrainingPass
+
+_log = logging.getLogger(__name__)
+
+ROW_BLOCK = 64
+_LENGTHS = (21, 13)
+_CLOSE = 1e-3
+
+
+def choose_row_block(weights: Iterable[Tensor], rows: int) -> int | None:
+    """None if this machine's products give each row the same bits whatever other rows there are (from `rows` on, the
+    smallest pack), else the fixed number of rows of every product.
+    """
+    seen: set[tuple[int, ...]] = set()
+    for weight in weights:
+        if tuple(weight.shape) in seen:
+            continue
+        seen.add(tuple(weight.shape))
+        if not (_same_rows(weight, rows) and _same_rows(weight.t(), rows)):
+            return max(ROW_BLOCK, rows)
+    return None
+
+
+def _same_rows(weight: Tensor, rows: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8 * rows, weight.shape[0], generator=generator).to(weight)
+    whole = torch.mm(x, weight)
+    for start, stop in ((0, rows), (rows // 2, rows // 2 + 3 * rows), (5, 5 + rows), (7 * rows, 8 * rows)):
+        if not torch.equal(torch.mm(x[start:stop].clone(), weight), whole[start:stop]):
+            return False
+    return True
+
+
+def judge(run: TrainingPass, weights: AdapterWeights, vocab_size: int) -> tuple[bool, bool]:
+    """Two short datums alone, together, and without packing: (packing is right, packing gives the same bits).
+
+    `weights` should be an adapter on everything, with a B that is not zero.
+    """
+    generator = np.random.default_rng(0)
+    datums = [generator.integers(0, vocab_size, length + 1) for length in _LENGTHS]
+    together = _compute(run, weights, datums)
+    alone = [_compute(run, weights, [datum])[0] for datum in datums]
+    run.packs = False
+    try:
+        native = [_compute(run, weights, [datum])[0] for datum in datums]
+    finally:
+        run.packs = True
+    exact = all(
+        torch.equal(a, b) for one, other in zip(together, alone, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    right = all(
+        _close(a, b) for one, other in zip(together, native, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    if not right:
+        _log.warning(
+            "packed passes differ from plain ones on this architecture: one sequence goes through it at a time"
+        )
+    return right, exact
+
+
+def _compute(run: TrainingPass, weights: AdapterWeights, datums: list[np.ndarray]) -> list[tuple[Tensor, Tensor]]:
+    """Logprobs and flat gradient of each datum, computed in one pass."""
+    device = next(iter(weights.pairs.values()))[0].device
+    size = sum(tensor.numel() for tensor in weights.tensors)
+    flats = [torch.zeros(size, device=device) for _ in datums]
+    places: list[Pairs] = [views(flat, weights.pairs) for flat in flats]
+    items = [
+        PassItem(tokens[:-1], weights, _loss(torch.from_numpy(tokens[1:]).to(device)), place)
+        for tokens, place in zip(datums, places, strict=True)
+    ]
+    results = run.run(items)
+    logprobs = [result for result in results if isinstance(result, Tensor)]
+    return list(zip(logprobs, flats, strict=True))
+
+
+def _loss(targets: Tensor) -> DatumLoss:
+    return DatumLoss(cross_entropy, {"target_tokens": targets}, {}, elementwise=True)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= _CLOSE * other.abs().max().clamp(min=1e-6))
