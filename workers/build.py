@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from engines.machine import usable_cores
 from schemas.errors import Unavailable
 from workers.spec import WorkerSpec
 from workers.tinker import TinkerActorRolloutRefWorker
 
+GIB = 1 << 30
 Progress = Callable[[str], None]
 """Reports one short phrase about what is being loaded, for people who wait."""
 
@@ -19,6 +21,11 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
     """Import the function that `spec.builder` names."""
     module, _, function = spec.builder.partition(":")
     return cast("Callable[[WorkerSpec, Progress], object]", getattr(importlib.import_module(module), function))
+
+
+def idle_folder(spec: WorkerSpec) -> Path:
+    """Where this worker alone keeps adapters that do not fit into memory."""
+    return Path(spec.data_dir) / "idle_adapters" / spec.model.replace("/", "--").replace(":", "--")
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -42,7 +49,18 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
-    engine = TorchEngine(folder, dtype=spec.dtype, device=spec.device, threads=spec.threads, name=spec.model)
+    engine = TorchEngine(
+        folder,
+        dtype=spec.dtype,
+        device=spec.device,
+        threads=spec.threads or max(1, usable_cores() // spec.ranks),
+        name=spec.model,
+        batch_invariant=spec.batch_invariant,
+        micro_batch_tokens=spec.micro_batch_tokens,
+        gradient_checkpointing=spec.gradient_checkpointing,
+        adapter_memory=None if spec.adapter_memory_gib is None else int(spec.adapter_memory_gib * GIB),
+        idle_folder=idle_folder(spec),
+    )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     rollout = TorchRollout(

@@ -18,7 +18,6 @@ from engines.lora import available_families
 from engines.torch_engine.hardware import peak_flops
 from engines.torch_engine.head import OutputHead
 from engines.torch_engine.precision import convert, weights_dtype
-from engines.torch_engine.precision import resolve_dtype as resolve_dtype
 from schemas.errors import InvalidRequest, Unavailable
 from schemas.operations import BaseModelInfo
 
