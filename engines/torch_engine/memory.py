@@ -1,8 +1,8 @@
 """How much memory training takes, measured on the loaded model, and what is refused because it could never fit.
 
 How an engine uses it: `estimate_memory` once after loading; `adapter_budget` and `activation_room` divide what is free;
-`checkpoints_pass` for every pass, `refuse_long_datum` for every datum before any is computed, `refuse_large_adapter`
-before an adapter is made. Not responsible for where idle adapters go (`adapter_pool.py`).
+`checkpoints_pass` for every pass, `refuse_long_datum` for every datum before any is computed. Not responsible for the
+adapters' own budget (`adapter_pool.py`).
 """
 
 from __future__ import annotations
@@ -115,20 +115,6 @@ def refuse_long_datum(
         field=f"data[{index}].model_input",
         hint="shorten the datum, or serve on a machine with more memory",
         code="datum_too_large",
-    )
-
-
-def refuse_large_adapter(memory: MemoryEstimate, rank: int, parameters: int, budget: int | None) -> None:
-    """Raise `InvalidRequest` if an adapter of so many trainable parameters exceeds the adapters' whole budget."""
-    needed = parameters * (memory.per_adapter_parameter or PER_ADAPTER_PARAMETER)
-    if budget is None or needed <= budget:
-        return
-    raise InvalidRequest(
-        f"an adapter of rank {rank} has {parameters} parameters and takes {needed / _GIB:.2f} GiB in training; all "
-        f"adapters together have {budget / _GIB:.2f} GiB",
-        field="lora_config.rank",
-        hint=f"a rank of at most {rank * budget // needed} fits; setting adapter_memory_gib",
-        code="adapter_too_large",
     )
 
 

@@ -26,7 +26,6 @@ from engines.torch_engine.memory import (
     adapter_budget,
     checkpoints_pass,
     estimate_memory,
-    refuse_large_adapter,
     refuse_long_datum,
 )
 from schemas.errors import InvalidRequest
@@ -205,18 +204,6 @@ def test_a_datum_that_can_never_fit_is_refused_with_the_numbers() -> None:
         assert words in refused.value.message
     with pytest.raises(InvalidRequest, match=r"gradient_checkpointing is off.* enough for 250 tokens"):
         refuse_long_datum(ESTIMATE, 0, 251, 1_000_000_000, "off")
-
-
-def test_an_adapter_that_can_never_fit_is_refused_with_the_numbers() -> None:
-    refuse_large_adapter(ESTIMATE, 32, 32_000, 32_000 * 20)
-    refuse_large_adapter(ESTIMATE, 32, 32_000, None)
-    with pytest.raises(InvalidRequest) as refused:
-        refuse_large_adapter(ESTIMATE, 32, 100 << 20, GIB)
-    assert (refused.value.field, refused.value.code) == ("lora_config.rank", "adapter_too_large")
-    assert "rank 32" in refused.value.message
-    assert "1.95 GiB" in refused.value.message
-    assert "1.00 GiB" in refused.value.message
-    assert "rank of at most 16" in str(refused.value.hint)
 
 
 def test_the_text_has_the_sizes() -> None:

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.loading import load_base_model
 from engines.torch_engine.precision import MixedLinear, convert, resolve_dtype, weights_dtype
 from schemas.errors import InvalidRequest
+from tests.engines.batches import make_batch
+from tests.engines.contract import SPEC, accumulate
 from tests.engines.test_model_families import FAMILIES, make_family
 from tests.support.reference import tell
 
@@ -160,3 +164,27 @@ def test_fused_experts_multiply_in_bfloat16(tmp_path: Path) -> None:
     (gradient,) = torch.autograd.grad(output.sum(), hidden)
     assert gradient.dtype == torch.float32
     assert bool(gradient.abs().sum() > 0)
+
+
+@pytest.mark.parametrize("folder", ["untied_folder", "tied_folder"])
+def test_training_in_bfloat16_is_near_float32(folder: str, request: pytest.FixtureRequest) -> None:
+    """Logprobs and the gradient of an adapter that has been trained for a few steps in float32."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        engine = TorchEngine(request.getfixturevalue(folder), dtype=dtype, device="cpu", threads=1)
+        assert engine.load().dtype == dtype
+        engine.create_adapter("a", SPEC)
+        state = engine._pool.get("a")
+        generator = torch.Generator().manual_seed(0)
+        state.flat.add_(torch.randn(state.flat.shape, generator=generator) * 0.05)
+        result = accumulate(engine, make_batch("a", lengths=(30, 9, 64)))
+        assert state.gradient.flat is not None
+        assert state.gradient.flat.dtype == torch.float32
+        found[dtype] = np.concatenate(result.logprobs), state.gradient.flat.clone()
+    (exact, exact_gradient), (mixed, gradient) = found["float32"], found["bfloat16"]
+    gap = np.abs(mixed - exact)
+    tell("logprobs in bfloat16, mean difference", float(gap.mean()), 0.04)
+    tell("logprobs in bfloat16, 99th percentile", float(np.quantile(gap, 0.99)), 0.15)
+    off = float((gradient - exact_gradient).norm() / exact_gradient.norm())
+    tell("gradient in bfloat16, relative", off, 0.05)
+    assert off > 1e-6, "the two are not the same computation"
