@@ -27,6 +27,7 @@ class Ticket:
         seq_id: the place in the model's order; None for samples, or to run after everything queued for the model.
         load: reads the operation back; called when it is about to run, so that waiting work costs no memory.
         done: takes the result or the error; called exactly once.
+        is_step: whether it is an optimizer step, so that this is known before it is loaded.
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class Ticket:
     seq_id: int | None
     load: Callable[[], Awaitable[Operation]]
     done: Callable[[OperationResult | TinsmithError], Awaitable[None]]
+    is_step: bool = False
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class TrainingLane:
                 raise model.error
             model.seen = self._clock()
             self._line.add(model_id, entry, model.seen)
+            self._composer.prefetch()
         except TinsmithError as error:
             self._desk.finish(entry, error)
 

@@ -134,17 +134,20 @@ class Heads:
 
     def prefetch(self, entry: Entry) -> None:
         """Begin to read an operation, if there is room."""
-        if not entry.loading and self.has_room():
+        if entry.ticket.is_step:
+            entry.prefetch()
+        elif not entry.loading and self.has_room():
             self._held[entry] = None
             entry.prefetch()
 
     async def load(self, entry: Entry) -> Operation:
-        """The operation; another one is put back if there is no room. Raises a `TinsmithError` if it is unreadable."""
-        if not entry.loading:
+        """The operation; if there is no room, the one that was read last is put back, for its turn is the furthest.
+
+        Raises a `TinsmithError` if it is unreadable.
+        """
+        if not entry.loading and not entry.ticket.is_step:
             if not self.has_room():
-                oldest = next(iter(self._held))
-                del self._held[oldest]
-                oldest.unload()
+                self._held.popitem()[0].unload()
             self._held[entry] = None
         operation = await entry.load()
         if not isinstance(operation, TrainBatch):
@@ -211,7 +214,7 @@ class Composer:
         return None
 
     def prefetch(self) -> None:
-        """Read ahead what the next turn will begin with."""
+        """Read ahead what the next turn will begin with, beside the one that runs."""
         for model_id in self._line.order():
             if not self._heads.has_room():
                 return
@@ -229,9 +232,9 @@ class Composer:
         """Whether to read the model's next operation: a full turn takes only the step behind a batch that ends in it,
         and what is read must have room in memory."""
         entry = self._line.head(model_id)
-        if entry is None or (turn.full and not turn.ended(model_id)):
+        if entry is None or (turn.full and not (entry.ticket.is_step and turn.ended(model_id))):
             return False
-        return turn.empty or entry.loading or self._heads.has_room()
+        return turn.empty or entry.loading or entry.ticket.is_step or self._heads.has_room()
 
     async def _load_head(self, model_id: str) -> tuple[Entry, Operation] | None:
         """The next operation of a model; None if the line has changed: it is gone, or was refused here."""

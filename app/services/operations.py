@@ -199,6 +199,7 @@ class Operations:
                 seq_id=seq_id,
                 load=load,
                 done=done,
+                is_step=record.kind == "optim_step",
             )
         )
 

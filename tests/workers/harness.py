@@ -39,10 +39,10 @@ def create(seed: int = 1, rank: int = 8) -> CreateModel:
     return CreateModel(LoraSpec(rank, seed=seed))
 
 
-def batch(model_id: str, *, backward: bool = True, **config: float) -> TrainBatch:
-    """Two tokens with targets 2 and 3: the gradient of the toy engine is -5."""
+def batch(model_id: str, *, backward: bool = True, datums: int = 1, **config: float) -> TrainBatch:
+    """Datums of two tokens with targets 2 and 3: each gives the toy engine a gradient of -5."""
     datum = Datum(np.array([1, 2], np.int64), {"target_tokens": np.array([2, 3]), "weights": np.ones(2, np.float32)})
-    return TrainBatch(model_id, (datum,), "cross_entropy", config, backward)
+    return TrainBatch(model_id, (datum,) * datums, "cross_entropy", config, backward)
 
 
 def step(lr: float = 1.0) -> OptimStep:
@@ -87,7 +87,8 @@ class Client:
             if not outcome.done():
                 outcome.set_result(value)
 
-        self.runtime.submit(Ticket(name, project_id or self.project_id, model_id, seq_id, load, done))
+        project, is_step = project_id or self.project_id, isinstance(operation, OptimStep)
+        self.runtime.submit(Ticket(name, project, model_id, seq_id, load, done, is_step))
         return outcome
 
 

@@ -37,6 +37,15 @@ def assert_turns(order: list[str], waiting: Counter[str]) -> None:
         since[name] = Counter()
 
 
+def take_all(line: TrainingLine) -> list[Entry]:
+    """Everything in line, at the same cost each."""
+    taken = []
+    while (model_id := next(line.order(), None)) is not None:
+        line.charge(model_id, 1)
+        taken.append(line.pop(model_id))
+    return taken
+
+
 @given(st.lists(st.tuples(st.sampled_from("PQR"), st.sampled_from("xyz"), st.integers(1, 6)), min_size=1, max_size=9))
 def test_training_turns_go_round_projects_then_models(load_of: list[tuple[str, str, int]]) -> None:
     line = TrainingLine(60.0)
@@ -47,9 +56,7 @@ def test_training_turns_go_round_projects_then_models(load_of: list[tuple[str, s
         line.open_model(model_id)
         for seq_id in reversed(range(amount)):
             line.add(model_id, entry(project_id, model_id, seq_id), 0.0)
-    taken: list[Entry] = []
-    while (next_entry := line.pop()) is not None:
-        taken.append(next_entry)
+    taken = take_all(line)
     assert len(taken) == amounts.total()
     per_project: Counter[str] = Counter()
     for (project_id, _), amount in amounts.items():
@@ -61,6 +68,38 @@ def test_training_turns_go_round_projects_then_models(load_of: list[tuple[str, s
     for model_id in {item.ticket.model_id for item in taken}:
         seq_ids = [item.seq_id for item in taken if item.ticket.model_id == model_id]
         assert seq_ids == sorted(seq_ids)
+
+
+def test_a_held_model_stays_in_line_without_a_waiting_operation() -> None:
+    line = TrainingLine(60.0)
+    line.open_model("m")
+    line.add("m", entry("P", "m", 0), 0.0)
+    line.hold("m")
+    line.pop("m")
+    assert list(line.order()) == ["m"]
+    line.release("m")
+    assert list(line.order()) == []
+
+
+def test_a_reason_counts_the_tokens_that_others_are_owed() -> None:
+    line = TrainingLine(60.0)
+    for model_id, project_id in (("a", "P"), ("b", "Q"), ("c", "R")):
+        line.open_model(model_id)
+        line.add(model_id, entry(project_id, model_id, 0), 0.0)
+    waiting = line.head("a")
+    assert waiting is not None
+    line.charge("a", 5000)
+    line.charge("b", 2000)
+    assert line.reason(waiting, 120) == (
+        "waiting for its turn: 2 other projects are training, about 8,120 tokens ahead"
+    )
+    line.close_model("b")
+    line.charge("c", 5000)
+    assert line.reason(waiting) == "waiting for its turn: 1 other project is training, about 0 tokens ahead"
+    line.close_model("c")
+    assert line.reason(waiting) == "waiting for its turn: next"
+    line.close_model("a")
+    assert line.reason(waiting) == "about to be answered"
 
 
 @given(st.lists(st.sampled_from("PQR"), min_size=1, max_size=20), st.sets(st.integers(0, 19)))
@@ -87,12 +126,21 @@ def test_a_model_that_waits_for_a_gap_does_not_hold_up_its_project() -> None:
     blocked, free = entry("P", "blocked", 1), entry("P", "free", 0)
     line.add("blocked", blocked, 0.0)
     line.add("free", free, 0.0)
-    assert line.pop() is free
-    assert line.pop() is None
+    assert line.reason(blocked) == "waiting for seq_id 0 of this model"
+    assert take_all(line) == [free]
     assert line.next_deadline() == 60.0
     assert [item for item, _ in line.expire(60.0)] == [blocked]
     assert line.next_deadline() is None
     assert line.close_model("free") == []
+
+
+def test_a_refusal_that_closes_a_gap_puts_the_model_in_line() -> None:
+    line = TrainingLine(60.0)
+    line.open_model("m")
+    line.add("m", entry("P", "m", 1), 0.0)
+    assert list(line.order()) == []
+    line.note_refused("m", 0)
+    assert list(line.order()) == ["m"]
 
 
 def test_closing_returns_what_waited_and_forgets_the_model() -> None:
@@ -102,5 +150,5 @@ def test_closing_returns_what_waited_and_forgets_the_model() -> None:
     line.add("m", late, 0.0)
     line.add("m", early, 0.0)
     assert line.close_model("m") == [early, late]
-    assert line.pop() is None
+    assert list(line.order()) == []
     assert line.close_model("m") == []
