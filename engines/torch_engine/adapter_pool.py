@@ -121,7 +121,7 @@ class AdapterPool:
             del self._pins[adapter_id]
 
     def in_turns(self, adapter_ids: Sequence[str]) -> Iterator[dict[str, AdapterState | TinsmithError]]:
-        """All of these (each once), as many at a time as fit, pinned while the caller has them; or why not (as `get`)."""
+        """All of these (each once), as many at a time as fit, pinned while the caller has them; or errors of `get`."""
         rest = list(adapter_ids)
         while rest:
             taken: dict[str, AdapterState | TinsmithError] = {}

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.dimuon import Dimuon, direction, matrix_sign, rank_correction
+from engines.dimuon import DEFAULTS, dimuon_step, direction, matrix_sign, rank_correction
+from engines.lora import Pairs
 from engines.torch_engine.engine import TorchEngine
 from schemas.errors import InvalidRequest
 from schemas.operations import DimuonStepParams, LoraSpec, OptimStepParams
@@ -111,52 +112,57 @@ def test_the_direction_descends() -> None:
         assert float((x.double() * direction(x, 1e-4)).sum()) > 0.2 * float(torch.linalg.matrix_norm(x))
 
 
-# -- the optimizer -----------------------------------------------------------------------------------------------------
-def optimizer_of(rank: int, **settings: float) -> tuple[Dimuon, Tensor, Tensor]:
-    down, up = random(rank, 24).requires_grad_(True), random(16, rank, seed=1).requires_grad_(True)
-    return Dimuon([(down, up)], **settings), down, up
+# -- the step ----------------------------------------------------------------------------------------------------------
+SETTINGS = {**DEFAULTS, "lr": 0.1}
+
+
+def matrices(rank: int) -> tuple[Pairs, Pairs]:
+    """Weights of one module, and no momentum yet."""
+    down, up = random(rank, 24), random(16, rank, seed=1)
+    return {"proj": (down, up)}, {"proj": (torch.zeros_like(down), torch.zeros_like(up))}
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8])
 def test_a_step_is_the_learning_rate_times_the_direction_corrected_for_the_rank(rank: int) -> None:
     for exponent, factor in ((0.0, 1.0), (0.175, (rank / 32) ** 0.175), (1.0, rank / 32)):
-        optimizer, *tensors = optimizer_of(rank, lr=0.1, rank_lr_correction_exponent=exponent)
-        former = [tensor.detach().clone() for tensor in tensors]
-        for tensor in tensors:
-            tensor.grad = uneven(*tensor.shape)
-        optimizer.step()
-        for tensor, old in zip(tensors, former, strict=True):
-            moved = float(torch.linalg.matrix_norm(tensor.detach() - old))
+        weights, momentum = matrices(rank)
+        former = [tensor.clone() for tensor in weights["proj"]]
+        gradient = {"proj": (uneven(rank, 24), uneven(16, rank))}
+        dimuon_step(weights, momentum, gradient, **{**SETTINGS, "rank_lr_correction_exponent": exponent})
+        for tensor, old in zip(weights["proj"], former, strict=True):
+            moved = float(torch.linalg.matrix_norm(tensor - old))
             assert math.isclose(moved, 0.1 * factor * math.sqrt(rank), rel_tol=1e-4)
     assert rank_correction(32, 3.0) == 1.0
 
 
 def test_the_momentum_is_the_running_average_of_gradients() -> None:
-    optimizer, down, _ = optimizer_of(4, lr=0.1, beta1=0.75)
-    expected, start = torch.zeros_like(down), down.detach().clone()
+    weights, momentum = matrices(4)
+    down, up = weights["proj"]
+    expected, start = torch.zeros_like(down), down.clone()
     for seed in range(4):
         gradient = random(4, 24, seed=seed)
         expected = 0.75 * expected + 0.25 * gradient
         start = start - 0.1 * rank_correction(4, 0.175) * direction(expected, 1e-4).float()
-        down.grad = gradient
-        optimizer.step()
-        torch.testing.assert_close(optimizer.state[down]["momentum"], expected)
-        torch.testing.assert_close(down.detach(), start)
+        dimuon_step(weights, momentum, {"proj": (gradient, torch.zeros_like(up))}, **{**SETTINGS, "beta1": 0.75})
+        torch.testing.assert_close(momentum["proj"][0], expected)
+        torch.testing.assert_close(down, start)
 
 
 def test_without_momentum_only_the_last_gradient_counts() -> None:
-    optimizer, down, _ = optimizer_of(4, lr=0.1, beta1=0.0)
+    weights, momentum = matrices(4)
+    down, up = weights["proj"]
     for seed in range(3):
-        former = down.detach().clone()
-        down.grad = random(4, 24, seed=seed)
-        optimizer.step()
+        former = down.clone()
+        gradient = {"proj": (random(4, 24, seed=seed), torch.zeros_like(up))}
+        dimuon_step(weights, momentum, gradient, **{**SETTINGS, "beta1": 0.0})
     expected = 0.1 * rank_correction(4, 0.175) * direction(random(4, 24, seed=2), 1e-4)
-    torch.testing.assert_close(former - down.detach(), expected.float())
+    torch.testing.assert_close(former - down, expected.float())
 
 
 def test_pairs_of_two_ranks_are_refused() -> None:
+    pairs = {"one": (random(4, 8), random(8, 4)), "two": (random(2, 8), random(8, 2))}
     with pytest.raises(ValueError, match="one rank"):
-        Dimuon([(random(4, 8), random(8, 4)), (random(2, 8), random(8, 2))])
+        dimuon_step(pairs, pairs, pairs, **SETTINGS)
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------------
