@@ -151,7 +151,9 @@ def _squares(flat: Tensor) -> Tensor:
         whole = len(flat) // _ROW * _ROW
         # Fewer sums than a thread's least share: added up in one order on any number of threads.
         rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-        total: Tensor = rows.double().square().sum() + torch.linalg.vector_norm(flat[whole:].double()).square()
+        total: Tensor = rows.double().square().sum()
+        if whole < len(flat):
+            total += torch.linalg.vector_norm(flat[whole:].double()).square()
         if _SAFE_SQUARES[0] < float(total) < _SAFE_SQUARES[1]:
             return total
     length: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
