@@ -130,7 +130,7 @@ class SamplingLane:
             tokens = sum(self._tokens(sample) for _, sample in chosen)
             batch = _Batch(batch_id, entries, _alone(chosen[0][0]), tokens)
             for entry in entries.values():
-                entry.running = True
+                entry.start()
                 entry.unload()
             self._batches[batch_id] = batch
             samples = {entry.ticket.request_id: sample for entry, sample in chosen}

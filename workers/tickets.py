@@ -25,8 +25,9 @@ class Ticket:
     Args:
         model_id: the training run; None for samples.
         seq_id: the place in the model's order; None for samples, or to run after everything queued for the model.
-        load: reads the operation back; called when it is about to run, so that waiting work costs no memory.
+        load: reads the operation back; called shortly before it runs, so that waiting work costs no memory.
         done: takes the result or the error; called exactly once.
+        started: told when it begins to run, and again when it has to begin again.
         is_step: whether it is an optimizer step, so that this is known before it is loaded.
     """
 
@@ -36,6 +37,7 @@ class Ticket:
     seq_id: int | None
     load: Callable[[], Awaitable[Operation]]
     done: Callable[[OperationResult | TinsmithError], Awaitable[None]]
+    started: Callable[[], None] = lambda: None
     is_step: bool = False
 
 
@@ -59,6 +61,11 @@ class Entry:
     """How often it was lost with a worker, or failed together with others, and has to run again."""
     over: bool = False
     _loading: asyncio.Future[Operation] | None = None
+
+    def start(self) -> None:
+        """It begins to run."""
+        self.running = True
+        self.ticket.started()
 
     @property
     def loading(self) -> bool:

@@ -161,7 +161,9 @@ class TrainingLane:
         """
         removed = await self._remove_due()
         if self._again:
-            await self._run_single(self._again.popleft())
+            entry = self._again.popleft()
+            entry.start()
+            await self._run_single(entry)
             return True
         due = await self._turns.compose()
         if isinstance(due, Entry):
@@ -216,7 +218,7 @@ class TrainingLane:
 
     # -- calls of their own ----------------------------------------------------------------------------------------
     async def _run_single(self, entry: Entry) -> None:
-        self._single, entry.running = entry, True
+        self._single = entry
         try:
             outcome: OperationResult | TinsmithError = await self._execute(entry, await entry.load())
         except WorkerDied:

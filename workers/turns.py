@@ -280,6 +280,6 @@ class Composer:
         return True
 
     def _start(self, model_id: str, entry: Entry, tokens: int) -> None:
-        entry.running = True
+        entry.start()
         self._line.charge(model_id, tokens)
         self._line.pop(model_id)

@@ -179,8 +179,10 @@ class Operations:
         """Hand a logged operation to its runtime (also used for unfinished samples of an earlier process)."""
         self._live[record.request_id] = (submission.runtime, record.scope)
 
-        async def load() -> Operation:
+        def started() -> None:
             self._started[record.request_id] = self._clock()
+
+        async def load() -> Operation:
             return with_folder(await self._read_back(record), self._folder_path)
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
@@ -199,6 +201,7 @@ class Operations:
                 seq_id=seq_id,
                 load=load,
                 done=done,
+                started=started,
                 is_step=record.kind == "optim_step",
             )
         )

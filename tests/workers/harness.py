@@ -61,6 +61,7 @@ class Client:
         self.project_id = project_id
         self.order: list[str] = []
         self.loads: list[str] = []
+        self.started: list[str] = []
         self.answers: dict[str, int] = {}
         self._ids = itertools.count()
 
@@ -88,7 +89,11 @@ class Client:
                 outcome.set_result(value)
 
         project, is_step = project_id or self.project_id, isinstance(operation, OptimStep)
-        self.runtime.submit(Ticket(name, project, model_id, seq_id, load, done, is_step))
+        self.runtime.submit(
+            Ticket(
+                name, project, model_id, seq_id, load, done, started=lambda: self.started.append(name), is_step=is_step
+            )
+        )
         return outcome
 
 

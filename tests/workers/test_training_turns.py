@@ -299,7 +299,10 @@ async def test_clients_learn_how_far_a_batch_has_come() -> None:
         await until(lambda: runtime.waiting("P.m/1").reason == "running: 12 of 16 datums")
         behind = submit(client, "P.m", 2, batch("P.m"))
         assert runtime.waiting("P.m/2").reason == "waiting for its turn: next"
+        await until(lambda: "P.m/2" in client.loads)
+        assert client.started[1:] == ["P.m/1"], "what is read ahead has not begun"
         await asyncio.gather(outcome, behind)
+        assert client.started[1:] == ["P.m/1", "P.m/2"]
 
 
 async def test_throughput_adds_up_over_turns() -> None:

@@ -61,7 +61,7 @@ class Bench:
             return None
 
         is_step = isinstance(operation, OptimStep)
-        return Entry(Ticket(f"{name}/{seq_id}", name.partition(".")[0], name, seq_id, load, done, is_step))
+        return Entry(Ticket(f"{name}/{seq_id}", name.partition(".")[0], name, seq_id, load, done, is_step=is_step))
 
     def _refuse(self, entry: Entry, error: TinsmithError) -> None:
         entry.over = True
