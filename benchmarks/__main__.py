@@ -1,17 +1,39 @@
-"""`make bench`: start a server on a temporary data folder, run the measurements, print a table and JSON."""
+"""`make bench`: measurements on this machine, each a table and JSON.
+
+python -m benchmarks                     heartbeats while large bodies arrive
+python -m benchmarks training --help     training against transformers + peft
+"""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 from app.settings import DEFAULT_BASE_MODEL
 from benchmarks import heartbeats
+from benchmarks.training import cases, command
 from tests.support.server import serve
 
 
 def main() -> None:
+    """Choose the measurement; heartbeats if none is named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chosen = parser.add_subparsers(dest="measurement")
+    chosen.add_parser("heartbeats", help="latency of heartbeats while large bodies arrive")
+    cases.arguments(chosen.add_parser("training", help="training against transformers + peft"))
+    given = parser.parse_args()
+    if given.measurement == "training":
+        command.run(given)
+    else:
+        measure_heartbeats()
+
+
+def measure_heartbeats() -> None:
+    """On a server of its own with a temporary data folder."""
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder) / "data", ["--log-level", "warning"]) as server:
         sys.stdout.write(
             heartbeats.table(heartbeats.run(f"{server.url}/api/v1", server.key, DEFAULT_BASE_MODEL)) + "\n"
