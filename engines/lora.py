@@ -118,14 +118,16 @@ class Router:
             self.segments, self.gradients = former
             self._cast = None
 
-    def parts(self, name: str, rows: int) -> list[Part]:
-        """The adapters of a linear in a pass over `rows` rows. Raises `EngineFailure` if they do not divide."""
+    def parts(self, name: str, shape: torch.Size) -> list[Part]:
+        """The adapters of a linear whose input has this shape. Raises `EngineFailure` if they do not cover it."""
         segments = self.segments or ()
         if not segments:
             return []
-        units = segments[-1][1].stop
-        if len(segments) > 1 and rows % units:
-            raise EngineFailure(f"adapter segments end at row {units} of {rows} at {name}")
+        units, rows = segments[-1][1].stop, math.prod(shape[:-1])
+        # Linears beside routed experts see rows and tokens as one dimension.
+        covered = rows % units == 0 if len(shape) == 2 else units in (shape[0], rows)
+        if len(segments) > 1 and not covered:
+            raise EngineFailure(f"adapter segments end at row {units} of {shape[0]} at {name}")
         each = rows // units if len(segments) > 1 else 0
         found: list[Part] = []
         for index, (adapter, span) in enumerate(segments):
@@ -191,12 +193,11 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Base output plus each segment's own delta. Raises `EngineFailure` if the segments do not cover the rows."""
-        rows = x.numel() // self.base.in_features
-        parts = self.router.parts(self.name, rows)
+        parts = self.router.parts(self.name, x.shape)
         if self.router.gradients is not None and torch.is_grad_enabled():
             y = cast(Tensor, _TrainedLinear.apply(x, self.router.anchor, self, parts))  # type: ignore[no-untyped-call]
             return y
-        flat = x.reshape(rows, -1)
+        flat = x.reshape(-1, x.shape[-1])
         y = self.product(x, flat)
         for part in parts:
             down = torch.mm(flat[part.rows].float(), part.down.t())
@@ -225,7 +226,7 @@ class _TrainedLinear(torch.autograd.Function):
         began = time.perf_counter()
         downs = []
         for part in parts:
-            down = torch.mm(flat[part.rows], part.down.t())
+            down = torch.mm(_aligned(flat[part.rows]), part.down.t())
             y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
             downs.append(down)
         linear.router.lora_seconds += time.perf_counter() - began
@@ -242,14 +243,24 @@ class _TrainedLinear(torch.autograd.Function):
         gx = router.product(g.to(weight.dtype), weight) if ctx.needs_input_grad[0] else None
         began = time.perf_counter()
         for part, down in zip(ctx.parts, downs, strict=True):
-            own = g[part.rows]
+            own = _aligned(g[part.rows])
             through = torch.mm(own, part.up).mul_(part.scaling)
             if gx is not None:
                 gx[part.rows].addmm_(through, part.down)
-            part.gradient[0].addmm_(through.t(), flat[part.rows])
+            part.gradient[0].addmm_(through.t(), _aligned(flat[part.rows]))
             part.gradient[1].addmm_(own.t(), down, alpha=part.scaling)
         router.lora_seconds += time.perf_counter() - began
         return None if gx is None else gx.view(ctx.shape), None, None, None
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The same rows, where they lie on a border of 64 bytes; elsewhere a copy that does.
+
+    A product on the CPU sums in another order off that border, and where a datum lies depends on its company.
+    """
+    if rows.device.type == "cpu" and rows.data_ptr() % 64:
+        return rows.clone(memory_format=torch.contiguous_format)
+    return rows
 
 
 def linear_families(model: nn.Module) -> dict[str, Family]:

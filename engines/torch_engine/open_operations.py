@@ -136,10 +136,10 @@ class OpenOperations:
             self._attempt(works[:middle], ended)
             self._attempt([work for work in works[middle:] if work.operation_id not in ended], ended)
             return
-        for work in works:
+        for work in reversed(works):
             ended[work.operation_id] = OutOfMemory(
                 f"data[{work.index}] of {work.tokens} tokens does not fit in the memory of the device",
-                hint="send shorter datums, or ask the operator for --gradient-checkpointing on",
+                hint="send shorter datums, or ask the operator for gradient checkpointing",
             )
 
     def _pass(self, works: list[_Work], ended: Ended) -> None:

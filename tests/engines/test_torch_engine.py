@@ -132,7 +132,8 @@ def test_out_of_memory_in_the_middle_of_a_backward_pass(
     monkeypatch.undo()
     assert torch.equal(gradient(engine, "a"), kept)
     assert engine.router.segments is None
-    assert accumulate(engine, make_batch("a", seed=4)).metrics["loss:sum"] > 0
+    accumulate(engine, make_batch("a", seed=4))
+    assert not torch.equal(gradient(engine, "a"), kept)
 
 
 def gradient(engine: TorchEngine, adapter_id: str) -> torch.Tensor:
