@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from schemas.operations import (
     Datum,
     LoadWeights,
     LoraSpec,
+    Operation,
     OptimStep,
     OptimStepParams,
     Sample,
@@ -71,6 +75,44 @@ async def test_train_save_sample_kill_and_resume(tmp_path: Path) -> None:
         assert (await value(client.submit(LoadWeights(folder, True, create=True), "r", 0))).lora.rank == 8
         after = await value(client.submit(overfit("r", backward=False), "r", 1))
         np.testing.assert_array_equal(after.logprobs[0], before.logprobs[0])
+
+
+async def test_turns_shared_with_others_give_the_numbers_of_a_run_alone(tmp_path: Path) -> None:
+    """However a run's batches are cut into turns and whoever is beside them, every bit of its results is the same."""
+    make_tiny_model(tmp_path / "model")
+    spec = WorkerSpec("tiny", str(tmp_path / "model"), str(tmp_path / "data"), dtype="float32", device="cpu", threads=1)
+    rng = np.random.default_rng(5)
+    datums = [rng.integers(3, 250, int(length)) for length in rng.integers(2, 30, 12)]
+
+    def several(model_id: str, first: int, *, backward: bool = True) -> TrainBatch:
+        inputs = [
+            Datum(ids[:-1], {"target_tokens": ids[1:], "weights": np.ones(len(ids) - 1, np.float32)})
+            for ids in datums[first : first + 6]
+        ]
+        return TrainBatch(model_id, tuple(inputs), "cross_entropy", {}, backward)
+
+    async def train(models: Sequence[str], micro_batch_tokens: int) -> dict[str, list[np.ndarray[Any, Any]]]:
+        group = InlineWorkerGroup.from_spec(spec)
+        results: dict[str, list[np.ndarray[Any, Any]]] = {}
+        async with running(group, micro_batch_tokens=micro_batch_tokens) as (runtime, client, _):
+            outcomes: dict[str, list[asyncio.Future[Any]]] = {}
+            for number, model_id in enumerate(models):
+                runtime.open_model(model_id)
+                operations: list[Operation] = [CreateModel(LoraSpec(8, seed=3 + number))]
+                operations += [several(model_id, 0), several(model_id, 6), STEP, several(model_id, 3), STEP]
+                operations += [several(model_id, 0, backward=False)]
+                outcomes[model_id] = [client.submit(op, model_id, seq_id) for seq_id, op in enumerate(operations)]
+            for model_id, futures in outcomes.items():
+                values = [await value(future, 60) for future in futures]
+                results[model_id] = [array for at in (1, 2, 4, 6) for array in values[at].logprobs]
+        return results
+
+    alone = await train(["m"], 100_000)
+    shared = await train(["m", "n", "o"], 40)
+    assert len(alone["m"]) == len(shared["m"]) == 24
+    for one, other in zip(alone["m"], shared["m"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(shared["m"][-1], shared["n"][-1])
 
 
 async def test_a_model_that_cannot_be_loaded_says_what_is_wrong(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_training_turns_go_round_projects_then_models(load_of: list[tuple[str, s
     for project_id in per_project:
         models = [item.ticket.model_id or "" for item in taken if item.ticket.project_id == project_id]
         assert_turns(models, Counter({m: amount for (p, m), amount in amounts.items() if p == project_id}))
-    for model_id in {item.ticket.model_id for item in taken}:
+    for model_id in {item.ticket.model_id or "" for item in taken}:
         seq_ids = [item.seq_id for item in taken if item.ticket.model_id == model_id]
         assert seq_ids == sorted(seq_ids)
 

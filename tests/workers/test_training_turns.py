@@ -270,7 +270,7 @@ async def test_other_operations_are_calls_between_the_turns_of_their_model(tmp_p
     group = toy_group()
     async with running(group) as (runtime, client, _):
         await created(runtime, client, "P.m")
-        operations = [
+        operations: list[Operation] = [
             batch("P.m"),
             ZeroGrad(),
             batch("P.m"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +37,7 @@ class Taken:
 class Bench:
     """A composer on scripted models; `name` of a model is "project.model"."""
 
-    def __init__(self, scripts: dict[str, Script], limit: int = 8) -> None:
+    def __init__(self, scripts: Mapping[str, Script], limit: int = 8) -> None:
         self.line = TrainingLine(60.0)
         self.refused: list[tuple[str, TinsmithError]] = []
         self.loaded: dict[Entry, Operation] = {}
