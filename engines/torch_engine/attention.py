@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +21,12 @@ from schemas.errors import EngineFailure
 
 _NAME = "tinsmith_packed"
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
-_current: ContextVar[Pack | None] = ContextVar("pack", default=None)
+
+
+class _Current:
+    """The pack of the pass that runs. Not a context variable: backward passes on a GPU run in threads of autograd."""
+
+    pack: Pack | None = None
 
 
 @contextmanager
@@ -31,11 +35,11 @@ def packed(model: Any, pack: Pack) -> Iterator[None]:
     config = model.config
     former = config._attn_implementation
     config._attn_implementation = _NAME
-    token = _current.set(pack)
+    outer, _Current.pack = _Current.pack, pack
     try:
         yield
     finally:
-        _current.reset(token)
+        _Current.pack = outer
         config._attn_implementation = former
 
 
@@ -69,7 +73,7 @@ def attend(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> ([1, T, heads, d], None), as the interface wants."""
-    pack = _current.get()
+    pack = _Current.pack
     if pack is None or query.shape[2] != pack.rows or attention_mask is not None:
         raise EngineFailure("packed attention outside of a packed pass")
     for name in _UNSUPPORTED:

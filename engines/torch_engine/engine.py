@@ -138,7 +138,7 @@ class TorchEngine(BaseEngine):
         self._info = replace(assembly.info, micro_batch_tokens=tokens, memory=memory)
         budget = adapter_budget(memory, self._adapter_memory)
         self._room = activation_room(memory, budget)
-        self._pool = AdapterPool(budget if self._idle_folder is not None else self._adapter_memory, self._idle_folder)
+        self._pool = AdapterPool(budget, self._idle_folder)
         self._turns = OpenOperations(assembly.run, tokens, self._checkpointing, memory, self._room)
         return self._info
 
