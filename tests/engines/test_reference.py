@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engines.lora import views
 from engines.torch_engine.engine import TorchEngine
 from schemas.losses import LOSSES
 from schemas.operations import Datum, LoraSpec, OptimStepParams, TrainBatch
@@ -86,11 +87,13 @@ def export(engine: TorchEngine, adapter_id: str, folder: Path) -> Path:
 
 def ours(engine: TorchEngine, adapter_id: str, what: str) -> dict[str, Tensor]:
     """Tensors ("weights" or "gradient") by PEFT's parameter names."""
-    state = engine._state(adapter_id)
-    tensors = state.weights.tensors if what == "weights" else state.gradient.tensors
-    assert tensors is not None
-    names = [f"base_model.model.{m}.lora_{side}.weight" for m in state.weights.pairs for side in "AB"]
-    return dict(zip(names, (tensor.detach() for tensor in tensors), strict=True))
+    state = engine._pool.get(adapter_id)
+    flat = state.flat if what == "weights" else state.gradient.flat
+    assert flat is not None
+    pairs = views(flat, state.weights.pairs)
+    return {
+        f"base_model.model.{m}.lora_{s}.weight": t for m, pair in pairs.items() for s, t in zip("AB", pair, strict=True)
+    }
 
 
 def realistic(engine: TorchEngine, loss: str, seed: int) -> TrainBatch:
