@@ -45,9 +45,7 @@ class FairShare(Generic[K]):
         if key in self._active:
             return
         self._settle()
-        share = self._idle.pop(key, None) or _Share(self._floor, 0)
-        share.service = max(share.service, self._floor)
-        self._active[key] = share
+        self._active[key] = self._idle.pop(key) if key in self._idle else _Share(self._floor, 0)
 
     def leave(self, key: K) -> None:
         """The key has no work for the time being."""

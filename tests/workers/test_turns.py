@@ -15,7 +15,7 @@ from schemas.errors import InvalidRequest, TinsmithError
 from schemas.operations import Datum, Operation, OperationResult, OptimStep, OptimStepParams, TrainBatch, ZeroGrad
 from workers.scheduler import TrainingLine
 from workers.tickets import Entry, Ticket
-from workers.turns import Composer, Heads, Turn
+from workers.turns import CALL_TOKENS, STEP_TOKENS, Composer, Heads, Turn
 
 Script = Sequence[Operation | TinsmithError]
 STEP = OptimStep(OptimStepParams(lr=1.0))
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, scripts: Mapping[str, Script], limit: int = 8) -> None:
         self.line = TrainingLine(60.0)
         self.refused: list[tuple[str, TinsmithError]] = []
-        self.loaded: dict[Entry, Operation] = {}
+        self.loads: list[str] = []
         self.composer = Composer(self.line, Heads(limit), check=lambda model_id, operation: None, refuse=self._refuse)
         self.most_held = 0
         for name, script in scripts.items():
@@ -53,6 +53,7 @@ class Bench:
 
     def _entry(self, name: str, seq_id: int, operation: Operation | TinsmithError) -> Entry:
         async def load() -> Operation:
+            self.loads.append(f"{name}/{seq_id}")
             if isinstance(operation, TinsmithError):
                 raise operation
             return operation
@@ -197,6 +198,43 @@ async def test_a_call_of_its_own_comes_between_turns_in_its_turn() -> None:
     bench.add("Q.other", [ZeroGrad(), train(1)])
     names = [await bench.turn(10) for _ in range(2)]
     assert names[0] == "Q.other/0"
+
+
+async def test_calls_count_in_the_shares() -> None:
+    bench = Bench({"P.a": [ZeroGrad(), train(1)], "Q.b": [train(1)]})
+    assert await bench.turn(1) == "P.a/0"
+    waiting = bench.line.head("P.a")
+    assert waiting is not None
+    assert bench.line.reason(waiting).endswith(f"about {CALL_TOKENS} tokens ahead")
+
+
+async def test_steps_count_in_the_shares() -> None:
+    bench = Bench({"P.a": [STEP, STEP], "Q.b": [train(1), train(1)]})
+    assert await bench.turn(1) == Taken(1, {"Q.b": [(0, 0)]}, {"P.a": 0})
+    waiting = bench.line.head("P.a")
+    assert waiting is not None
+    assert bench.line.reason(waiting).endswith(f"about {STEP_TOKENS - 1} tokens ahead")
+
+
+async def test_what_comes_while_a_turn_waits_joins_it_but_not_behind_a_step() -> None:
+    bench = Bench({"P.a": [train(2), STEP, train(3)], "P.b": [train(4)]})
+    turn = Turn(100)
+    await bench.composer.fill(turn)
+    bench.add("P.c", [train(5)])
+    await bench.composer.fill(turn)
+    assert sorted(turn.message(()).opened) == ["P.a/0", "P.b/0", "P.c/0"]
+
+
+async def test_a_newcomer_that_is_next_displaces_what_was_read_ahead_last() -> None:
+    bench = Bench({"P.a": [train(5), train(5)], "Q.b": [train(5), train(5)]}, limit=1)
+    await bench.turn(5)
+    held = list(bench.composer._heads._held)
+    assert [entry.ticket.request_id for entry in held] == ["Q.b/0"]
+    bench.add("R.new", [train(5)])
+    bench.line.charge("Q.b", 5)
+    assert await bench.turn(5) == Taken(5, {"R.new": [(0, 0)]}, {})
+    assert len(await bench.all(5)) == 3
+    assert bench.loads == ["P.a/0", "Q.b/0", "R.new/0", "P.a/1", "Q.b/0", "Q.b/1"]
 
 
 async def test_a_batch_without_datums_ends_too() -> None:
