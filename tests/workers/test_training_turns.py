@@ -124,7 +124,9 @@ async def test_a_batch_that_failed_early_gets_no_more_turns_and_its_model_goes_o
         assert (await value(submit(client, "P.m", 3, step()))).metrics["grad_norm:mean"] == 5.0
 
 
-async def test_closing_a_model_in_the_middle_of_a_batch_drops_the_batch_before_the_adapter() -> None:
+async def test_closing_a_model_in_the_middle_of_a_batch_drops_the_batch_before_the_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     group = toy_group()
     async with running(group, micro_batch_tokens=4) as (runtime, client, _):
         await created(runtime, client, "P.m", "Q.other")
@@ -132,11 +134,18 @@ async def test_closing_a_model_in_the_middle_of_a_batch_drops_the_batch_before_t
         await until(lambda: len(group.turns) > 2)
         engine = group.worker.actor.engine
         assert list(engine._operations) == ["P.m/1"]
+        remove, open_at_removal = engine.remove_adapter, []
+
+        def watched(adapter_id: str) -> None:
+            open_at_removal.append(list(engine._operations))
+            remove(adapter_id)
+
+        monkeypatch.setattr(engine, "remove_adapter", watched)
         runtime.close_model("P.m")
         with pytest.raises(Gone):
             await value(outcome)
         await until(lambda: "P.m" not in engine.adapters)
-        assert engine._operations == {}
+        assert open_at_removal == [[]]
         assert [turn.dropped for turn in group.turns if turn.dropped] == [("P.m/1",)]
         assert (await value(submit(client, "Q.other", 1, batch("Q.other")))).metrics["loss:sum"] == -5.0
 
