@@ -15,7 +15,7 @@ from engines.machine import machine_memory, usable_cores
 
 _SECONDS = 0.1
 """Of measuring, after one product to warm up."""
-_WORK = {"cpu": 3e9, "cuda": 1e12}
+_WORK = {"cpu": 1e9, "cuda": 1e12}
 """Floating-point operations of one product: enough to fill the machine, few enough to be done several times."""
 _ROWS = {"cpu": (64, 1024), "cuda": (1024, 16384)}
 _MOST_BYTES = 1 << 30
