@@ -30,13 +30,15 @@ Adapter = dict[str, Tensor]
 
 
 class Reference:
-    """A PEFT model with the adapter of an export, trained by hand."""
+    """A PEFT model with the adapter of an export, trained by hand; `options` are those of `from_pretrained`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], adapter: Adapter) -> None:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(
+        self, folder: Path, config: dict[str, Any], adapter: Adapter, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> None:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
         modules = sorted({name.split(".lora_")[0].removeprefix("base_model.model.") for name in adapter})
         lora = LoraConfig(r=config["r"], lora_alpha=32, lora_dropout=0.0, target_modules=modules, task_type="CAUSAL_LM")
-        self.model = get_peft_model(base, lora).eval()
+        self.model = get_peft_model(base, lora).eval().to(dtype)
         trained = {name.replace(".default", ""): p for name, p in self.model.named_parameters() if p.requires_grad}
         assert set(trained) == set(adapter)
         self.parameters = trained
@@ -86,8 +88,13 @@ class Reference:
         self.optimizer.zero_grad()
 
 
-def loss_of(name: str, lp: Tensor, x: Example, config: dict[str, float]) -> Tensor:
-    """The number that is minimised, for one example."""
+def loss_of(name: str, lp: Tensor, x: Example, config: dict[str, float], at: Tensor | None = None) -> Tensor:
+    """The number that is minimised, for one example.
+
+    Where a formula stops the gradient, its argument is `at` (None: `lp` itself), so that with a fixed `at` the plain
+    slope of this function is the gradient of the loss.
+    """
+    at = (lp if at is None else at).detach()
     if name == "cross_entropy":
         return -(x.get("weights", torch.ones_like(lp)) * lp).sum()
     q, a = x["logprobs"], x["advantages"]
@@ -96,15 +103,20 @@ def loss_of(name: str, lp: Tensor, x: Example, config: dict[str, float]) -> Tens
         return -(r * a).sum()
     if name == "dro":
         return -(lp * a - config.get("beta", 0.05) / 2 * (lp - q) ** 2).sum()
+    if name == "stable_reinforce":
+        sampled = (a != 0) | (q != 0)
+        pull = torch.nn.functional.huber_loss(lp[sampled], q[sampled], reduction="sum")
+        return config.get("kl_coeff", 0.0) * pull - (torch.exp(at - q).clamp(max=2.0) * lp * a).sum()
+    bounds = {"cispo": (0.0, 4.0), "ppo": (0.8, 1.2), "gspo": (1 - 3e-4, 1 + 4e-4)}[name]
+    low, high = (
+        torch.as_tensor(x.get(key, config.get(key, bound)), dtype=lp.dtype).expand_as(lp)
+        for key, bound in zip(("clip_low_threshold", "clip_high_threshold"), bounds, strict=True)
+    )
     if name == "cispo":
-        bounded = r.clamp(config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 4.0))
-        return -(bounded.detach() * lp * a).sum()
-    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+        return -(torch.exp(at - q).clamp(low, high) * lp * a).sum()
     if name == "gspo":
-        low, high = config.get("clip_low_threshold", 1 - 3e-4), config.get("clip_high_threshold", 1 + 4e-4)
-        s = torch.exp((lp - q)[x["sequence_ratio_mask"] != 0].mean()).detach()
-        r = s * torch.exp(lp - lp.detach())
-    assert name in ("ppo", "gspo")
+        s = torch.exp((at - q)[x["sequence_ratio_mask"] != 0].mean())
+        r = s * torch.exp(lp - at)
     return -torch.minimum(r * a, r.clamp(low, high) * a).sum()
 
 
