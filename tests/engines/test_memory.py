@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from engines import machine
 from engines.lora import Router, attach, init_adapter, views
 from engines.machine import compute_threads, machine_memory, usable_cores
 from engines.torch_engine.checkpointing import decoder_layers, use_checkpointing
+from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.hardware import device_memory, peak_flops, set_threads
 from engines.torch_engine.loading import freeze, load_base_model
 from engines.torch_engine.memory import (
@@ -30,6 +32,8 @@ from engines.torch_engine.memory import (
 )
 from schemas.errors import InvalidRequest
 from schemas.operations import LoraSpec, MemoryEstimate
+from tests.engines.batches import make_batch
+from tests.engines.contract import SPEC, accumulate, train
 from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -279,3 +283,40 @@ def test_the_peak_of_products(deep: tuple[Any, Router]) -> None:
     assert 1e6 < rate < 1e15
     assert peak_flops(deep[0]) == rate, "measured once"
     assert peak_flops(nn.Identity()) == 0.0
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+def test_the_engine_checkpoints_for_the_same_bits(untied_folder: Path) -> None:
+    found = []
+    for mode in ("off", "on"):
+        engine = TorchEngine(untied_folder, dtype="float32", device="cpu", threads=1, gradient_checkpointing=mode)
+        engine.load()
+        layer: Any = decoder_layers(engine.model)[0]
+        calls: list[int] = []
+        layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        engine.create_adapter("a", SPEC)
+        train(engine, make_batch("a"))
+        calls.clear()
+        result = accumulate(engine, make_batch("a", lengths=(30, 9, 64), seed=1))
+        found.append((result.logprobs, engine._pool.get("a").gradient.flat, len(calls)))
+    (plain, gradient, once), (again, same, twice) = found
+    assert twice == 2 * once > 0
+    assert all(np.array_equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert gradient is not None
+    assert same is not None
+    assert torch.equal(gradient, same)
+
+
+def test_the_engine_refuses_a_datum_before_any_work(untied_folder: Path) -> None:
+    engine = TorchEngine(untied_folder, dtype="float32", device="cpu", threads=1, gradient_checkpointing="off")
+    info = engine.load()
+    engine.create_adapter("a", SPEC)
+    engine._room = info.memory.training_pass([40])
+    accumulate(engine, make_batch("a", lengths=(9, 40)))
+    engine.take_stats()
+    with pytest.raises(InvalidRequest) as refused:
+        accumulate(engine, make_batch("a", lengths=(9, 41)))
+    assert (refused.value.field, refused.value.code) == ("data[1].model_input", "datum_too_large")
+    assert engine.take_stats().tokens == 0
+    long = make_batch("a", lengths=(9, 41))
+    assert len(engine.forward(replace(long, backward=False)).logprobs) == 2, "without a gradient nothing is kept"
