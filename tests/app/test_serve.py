@@ -65,6 +65,7 @@ def test_one_ready_line_then_a_signal_ends_it_with_0(tmp_path: Path, number: sig
     assert process.returncode == 0, err
     assert "ready" not in out
     assert "stopping" in err
+    assert "acme/tiny: memory: " in err, "what the base model needs is in the log"
 
 
 def test_a_model_that_cannot_load_ends_it_with_1_and_the_reason(tmp_path: Path) -> None:
