@@ -172,6 +172,7 @@ def _clients(options: Options, texts: Texts) -> Iterator[Case]:
             Work(_one_each(options, texts, count), steps=2),
             (
                 *_peft(options, ["padded"], clients=count),
+                *_engines(options, clients=count),
                 *(Row(f"server {d}", options.side("server", d, clients=count)) for d in options.dtypes),
             ),
         )
@@ -194,19 +195,21 @@ def _overhead(options: Options, texts: Texts) -> Iterator[Case]:
 def _memory(options: Options, texts: Texts) -> Iterator[Case]:
     for length, checkpointing in ((options.length, False), (options.long, True)):
         batch = texts.equal(options.batch, length)
-        peft = [
-            replace(row, label=row.label + ", checkpointing", spec=replace(row.spec, checkpointing=True))
-            if checkpointing
-            else row
-            for row in _peft(options, ["padded"])
-        ]
+        peft, engines = list(_peft(options, ["padded"])), list(_engines(options))
+        if checkpointing:
+            peft = [_checkpointed(row) for row in peft]
+            engines += [_checkpointed(row) for row in engines]
         yield Case(
             f"memory-{length}",
             f"peak memory of one step of {options.batch} x {length} tokens, each row a process of its own",
             Work((batch,)),
-            (*peft, *_engines(options)),
+            (*peft, *engines),
             alone=True,
         )
+
+
+def _checkpointed(row: Row) -> Row:
+    return replace(row, label=f"{row.label}, checkpointing", spec=replace(row.spec, checkpointing=True))
 
 
 def _one_each(options: Options, texts: Texts, count: int) -> tuple[tuple[Example, ...], ...]:

@@ -27,7 +27,13 @@ class EngineSide:
     """One engine with N adapters, driven as the training lane drives it."""
 
     def __init__(self, spec: SideSpec) -> None:
-        self.engine = TorchEngine(Path(spec.folder), dtype=spec.dtype, device=spec.device, threads=spec.threads)
+        self.engine = TorchEngine(
+            Path(spec.folder),
+            dtype=spec.dtype,
+            device=spec.device,
+            threads=spec.threads,
+            gradient_checkpointing="on" if spec.checkpointing else "auto",
+        )
         self.budget = self.engine.load().micro_batch_tokens
         for client in range(spec.clients):
             self.engine.create_adapter(
@@ -38,15 +44,14 @@ class EngineSide:
         """Rounds of all clients, and what the engine says that they cost."""
         self.engine.take_stats()
         begin = time.perf_counter()
-        for _ in range(work.steps):
-            losses = self._round(work)
+        rounds = [self._round(work) for _ in range(work.steps)]
         total = time.perf_counter() - begin
         stats = self.engine.take_stats()
         parts = {f"seconds {name}": seconds for name, seconds in stats.seconds.items()}
         if stats.passes:
             parts.update(rows=float(stats.rows), passes=float(stats.passes))
             parts["seconds elsewhere"] = total - sum(stats.seconds.values())
-        return Outcome(losses, parts)
+        return Outcome(rounds[0], parts)
 
     def _round(self, work: Work) -> tuple[float, ...]:
         """All clients' operations, packed into turns, then all optimizer steps together. Raises the first error."""

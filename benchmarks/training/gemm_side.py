@@ -29,7 +29,7 @@ class GemmSide:
         self.shapes = shapes(spec.folder)
 
     def step(self, work: Work) -> Outcome:
-        """`wall` and `cpu` seconds per token, and `flops` per wall second: sums of the best of 3 per shape."""
+        """`wall` and `cpu` seconds per token, sums of the best of 3 per shape, and `flops` per CPU second."""
         wall = cpu = 0.0
         for (inputs, outputs), count in self.shapes.items():
             found = [self._pair(inputs, outputs) for _ in range(REPEATS)]
@@ -37,7 +37,7 @@ class GemmSide:
             cpu += count * min(each[1] for each in found)
         parameters = sum(i * o * count for (i, o), count in self.shapes.items())
         return Outcome(
-            parts={"wall": wall / self.rows, "cpu": cpu / self.rows, "flops": 4 * parameters * self.rows / wall}
+            parts={"wall": wall / self.rows, "cpu": cpu / self.rows, "flops": 4 * parameters * self.rows / cpu}
         )
 
     def _pair(self, inputs: int, outputs: int) -> tuple[float, float]:

@@ -127,7 +127,7 @@ def _speed(measured: Measured) -> str:
         parts = series.parts()
         lines.append(
             f"{f'matrix products {dtype}':<32}{1 / parts['wall']:>8.0f}{1 / parts['cpu']:>11.0f}   "
-            f"{parts['flops'] / 1e9:.0f} GFLOP/s"
+            f"{parts['flops'] / 1e9:.0f} GFLOP per CPU second"
         )
     return "\n".join([*lines, *_parts(measured), *_profiles(measured)])
 

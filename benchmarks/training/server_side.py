@@ -45,18 +45,15 @@ class ServerSide:
 
     def step(self, work: Work) -> Outcome:
         """Every client sends all its steps without waiting in between; then all results are awaited."""
-        sent = []
+        sent: list[list[Any]] = []
         for client, batch in zip(self.clients, work.clients, strict=True):
             data = [datum(example) for example in batch]
+            mine: list[Any] = []
             for _ in range(work.steps):
-                loss = client.forward_backward(data, "cross_entropy")
-                applied = client.optim_step(ADAM)
-            sent.append((loss, applied))
-        losses = []
-        for loss, applied in sent:
-            losses.append(loss.result().metrics["loss:sum"])
-            applied.result()
-        return Outcome(tuple(losses))
+                mine += [client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)]
+            sent.append(mine)
+        results = [[future.result() for future in mine] for mine in sent]
+        return Outcome(tuple(mine[0].metrics["loss:sum"] for mine in results))
 
     def cpu_seconds(self) -> float:
         """The SDK's process, the server and its workers."""

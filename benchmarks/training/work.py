@@ -65,7 +65,7 @@ class SideSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Loss of each client's batch before its last step; `parts` are numbers that only this kind of side has."""
+    """Loss of each client's batch before the first step; `parts` are numbers that only this kind of side has."""
 
     losses: tuple[float, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
