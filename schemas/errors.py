@@ -121,6 +121,15 @@ class OutOfMemory(TinsmithError):
     default_code = "out_of_memory"
 
 
+ADAPTERS_BUSY = "adapters_busy"
+"""Code of an `OutOfMemory` that passes when the operations of other adapters have ended."""
+
+
+def is_adapters_busy(outcome: object) -> bool:
+    """Whether an operation has to be run again when others have ended."""
+    return isinstance(outcome, OutOfMemory) and outcome.code == ADAPTERS_BUSY
+
+
 class EngineFailure(TinsmithError):
     """An unexpected failure inside a worker. The message is generic; details are in the server's log by request id."""
 

@@ -7,7 +7,7 @@ from them alternately.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from schemas.errors import InvalidRequest
 from workers.fairness import FairShare
@@ -75,6 +75,15 @@ class TrainingLine:
         entry = self._queues[model_id].pop()
         self._update(model_id)
         return entry
+
+    def put_back(self, model_id: str, entries: Sequence[Entry]) -> bool:
+        """Operations of a model that were popped, in order, are to start again; False if the model is closed."""
+        queue = self._queues.get(model_id)
+        if queue is None:
+            return False
+        queue.put_back([(entry.seq_id, entry) for entry in entries])
+        self._update(model_id)
+        return True
 
     def hold(self, model_id: str) -> None:
         """Keep the model in line: an operation of it is under way."""

@@ -13,7 +13,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from schemas.errors import EngineFailure, InvalidRequest, ModelLost, NotFound, TinsmithError, WorkerDied
+from schemas.errors import (
+    EngineFailure,
+    InvalidRequest,
+    ModelLost,
+    NotFound,
+    TinsmithError,
+    WorkerDied,
+    is_adapters_busy,
+)
 from schemas.operations import (
     CreateModel,
     LoadWeights,
@@ -26,7 +34,7 @@ from workers.scheduler import TrainingLine
 from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
 from workers.turn_runner import TurnRunner, WorkerCall, gone
-from workers.turns import Composer, Heads
+from workers.turns import CALL_TOKENS, Composer, Heads
 
 _log = logging.getLogger("tinsmith.runtime")
 
@@ -140,7 +148,12 @@ class TrainingLane:
         """Why an entry has no result yet, for people."""
         if entry in self._again:
             return "waiting to run again"
-        return self._turns.progress(entry) if entry.running else self._line.reason(entry, self._turns.tokens)
+        if entry.running:
+            return self._turns.progress(entry)
+        model_id = entry.ticket.model_id or ""
+        if self._composer.parked.blocks(model_id) and self._line.head(model_id) is entry:
+            return f"waiting for memory for its adapter: {len(self._composer.under_way)} batches are under way"
+        return self._line.reason(entry, self._turns.tokens)
 
     # -- what the loop does ----------------------------------------------------------------------------------------
     def expire(self) -> None:
@@ -218,14 +231,23 @@ class TrainingLane:
 
     # -- calls of their own ----------------------------------------------------------------------------------------
     async def _run_single(self, entry: Entry) -> None:
+        """Run and answer it; one that finds no room for its adapter waits for a batch that is under way to end."""
         self._single = entry
+        model_id = entry.ticket.model_id or ""
         try:
+            await self._turns.forget_dropped()
             outcome: OperationResult | TinsmithError = await self._execute(entry, await entry.load())
         except WorkerDied:
             raise
         except TinsmithError as error:
+            if is_adapters_busy(error) and self._turns.holds_adapters:
+                self._single = None
+                if not self._composer.put_back(model_id, [entry], CALL_TOKENS):
+                    self._finish(entry, gone())
+                return
             outcome = self._note_failure(entry, error)
         self._single = None
+        self._composer.parked.passed(model_id)
         self._finish(entry, outcome)
 
     async def _execute(self, entry: Entry, operation: Operation) -> OperationResult:
@@ -320,6 +342,7 @@ class TrainingLane:
                 continue
             self._removals.remove(removal)
             self._adapters.discard(removal.model_id)
+            self._composer.parked.freed()
             removed = True
         return removed
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied
+from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied, is_adapters_busy
 from schemas.operations import (
     MicroBatch,
     MicroBatchResult,
@@ -96,8 +96,8 @@ class TurnRunner:
             except TinsmithError as error:
                 self._fail(turn, error)
             else:
-                self._settle(turn, result.outcomes)
-                self._measure(turn, result.stats, began)
+                unused = self._settle(turn, result.outcomes)
+                self._measure(turn, result.stats, began, unused)
         self._turn = None
 
     async def forget_dropped(self) -> None:
@@ -113,6 +113,7 @@ class TurnRunner:
 
     def close(self, model_id: str) -> list[Entry]:
         """A model is closed: what gets no result. What ends in the running turn still gets one."""
+        self._composer.parked.passed(model_id)
         batch = self._composer.under_way.get(model_id)
         batches = {} if batch is None else {batch: None}
         gone: list[Entry] = []
@@ -136,7 +137,13 @@ class TurnRunner:
             self._composer.forget(batch)
         self._turn = None
         self._dropped.clear()
+        self._composer.parked.clear()
         return list(lost)
+
+    @property
+    def holds_adapters(self) -> bool:
+        """Whether the worker keeps adapters in memory for batches that are under way."""
+        return bool(self._composer.under_way or self._dropped)
 
     @property
     def tokens(self) -> int:
@@ -151,33 +158,65 @@ class TurnRunner:
         return "running"
 
     # -- the end of a turn -----------------------------------------------------------------------------------------
-    def _settle(self, turn: Turn, outcomes: Mapping[str, TrainResult | StepResult | TinsmithError]) -> None:
+    def _settle(self, turn: Turn, outcomes: Mapping[str, TrainResult | StepResult | TinsmithError]) -> int:
         """Answer what ended. A batch that failed early gets no more turns; neither does one whose model was closed
-        meanwhile."""
+        meanwhile. What found no room in the worker's memory is put back; returns how many tokens that were."""
+        refused: dict[str, list[tuple[Entry, int]]] = {}
         for batch in turn.batches:
-            batch.done = batch.planned
             outcome = outcomes.get(batch.operation_id)
+            if is_adapters_busy(outcome):
+                self._composer.forget(batch)
+                refused.setdefault(batch.model_id, []).append((batch.entry, sum(batch.lengths[: batch.planned])))
+                continue
+            self._composer.parked.passed(batch.model_id)
+            batch.done = batch.planned
             if outcome is None and batch.left and self._is_open(batch.model_id):
                 continue
             if outcome is None:
                 outcome = gone() if batch.left else EngineFailure("the worker gave no result for this batch")
                 self._abandon(batch)
             self._composer.forget(batch)
+            self._composer.parked.freed()
             self._finish(batch.entry, outcome)
-        for entry, _ in turn.steps.values():
+        for model_id, (entry, _) in turn.steps.items():
             stepped = outcomes.get(entry.ticket.request_id)
+            if is_adapters_busy(stepped):
+                refused.setdefault(model_id, []).append((entry, 0))
+                continue
+            self._composer.parked.passed(model_id)
             self._finish(entry, stepped or EngineFailure("the worker gave no result for this step"))
+        return sum(self._put_back(model_id, entries, outcomes) for model_id, entries in refused.items())
+
+    def _put_back(
+        self,
+        model_id: str,
+        refused: Sequence[tuple[Entry, int]],
+        outcomes: Mapping[str, TrainResult | StepResult | TinsmithError],
+    ) -> int:
+        """Operations of a model that found no room, with their tokens, are to run again when others have ended; if no
+        other is under way, there will never be room. Returns their tokens."""
+        entries, tokens = [entry for entry, _ in refused], sum(tokens for _, tokens in refused)
+        waits = self.holds_adapters and self._composer.put_back(model_id, entries, tokens)
+        if not waits:
+            self._composer.parked.passed(model_id)
+            for entry in entries:
+                error = outcomes[entry.ticket.request_id] if self._is_open(model_id) else gone()
+                self._finish(entry, error)
+        return tokens
 
     def _fail(self, turn: Turn, error: TinsmithError) -> None:
         """The call failed as a whole: nobody knows how far it came."""
         for batch in turn.batches:
             self._abandon(batch)
+        for model_id in turn.models():
+            self._composer.parked.passed(model_id)
+        self._composer.parked.freed()
         for entry in turn.entries():
             self._finish(entry, error)
 
-    def _measure(self, turn: Turn, stats: PassStats, began: float) -> None:
-        now = self._clock()
-        self._meter.add(stats, tokens=turn.tokens, budget=turn.budget, steps=len(turn.steps), busy=now - began, now=now)
+    def _measure(self, turn: Turn, stats: PassStats, began: float, unused: int) -> None:
+        now, tokens = self._clock(), turn.tokens - unused
+        self._meter.add(stats, tokens=tokens, budget=turn.budget, steps=len(turn.steps), busy=now - began, now=now)
 
     def _abandon(self, batch: OpenBatch) -> None:
         """No more turns for a batch; the worker forgets it with the next call, if it was sent."""

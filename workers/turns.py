@@ -6,7 +6,7 @@ Responsible for the composition of turns and for reading operations back just in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from schemas.errors import TinsmithError
@@ -18,6 +18,7 @@ from schemas.operations import (
     OptimStep,
     TrainBatch,
 )
+from workers.parked import Parked
 from workers.scheduler import TrainingLine
 from workers.tickets import Entry
 
@@ -182,11 +183,14 @@ class Composer:
         self._refuse = refuse
         self.under_way: dict[str, OpenBatch] = {}
         """By model: the batch that has datums left."""
+        self.parked = Parked()
 
     async def fill(self, turn: Turn) -> Entry | None:
         """Put in what fits, who is next first. Returns an operation that must be a call of its own, if that is next."""
+        if turn.empty and not self.under_way:
+            self.parked.freed()
         passed = set(turn.steps)
-        while (model_id := next((one for one in self._line.order() if one not in passed), None)) is not None:
+        while (model_id := next((one for one in self._line.order() if self._may_run(one, passed)), None)) is not None:
             batch = self.under_way.get(model_id)
             if batch is not None:
                 if not self._deal(turn, batch):
@@ -218,8 +222,8 @@ class Composer:
         for model_id in self._line.order():
             if not self._heads.has_room():
                 return
-            entry = None if model_id in self.under_way else self._line.head(model_id)
-            if entry is not None:
+            entry = self._line.head(model_id)
+            if entry is not None and model_id not in self.under_way and not self.parked.blocks(model_id):
                 self._heads.prefetch(entry)
 
     def forget(self, batch: OpenBatch) -> None:
@@ -227,6 +231,20 @@ class Composer:
         if self.under_way.get(batch.model_id) is batch:
             del self.under_way[batch.model_id]
             self._line.release(batch.model_id)
+
+    def put_back(self, model_id: str, entries: Sequence[Entry], tokens: int) -> bool:
+        """Operations of a model, in order, that found no room in the worker's memory are to start again, and what they
+        were charged is given back; False if the model is closed."""
+        if not self._line.put_back(model_id, entries):
+            return False
+        for entry in entries:
+            entry.running = False
+        self._line.charge(model_id, -tokens)
+        self.parked.add(model_id)
+        return True
+
+    def _may_run(self, model_id: str, passed: set[str]) -> bool:
+        return model_id not in passed and (model_id in self.under_way or not self.parked.blocks(model_id))
 
     def _may_look(self, turn: Turn, model_id: str) -> bool:
         """Whether to read the model's next operation: a full turn takes only the step behind a batch that ends in it,
@@ -250,6 +268,7 @@ class Composer:
             return None
         if problem is not None:
             self._line.pop(model_id)
+            self.parked.passed(model_id)
             self._refuse(entry, problem)
             return None
         return entry, operation

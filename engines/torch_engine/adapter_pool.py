@@ -18,12 +18,18 @@ import torch
 
 from engines.torch_engine.adapter import AdapterState
 from engines.torch_engine.idle_file import DamagedFile, read_state, write_state
-from schemas.errors import AlreadyExists, EngineFailure, ModelLost, NotFound, OutOfMemory, TinsmithError
+from schemas.errors import (
+    ADAPTERS_BUSY,
+    AlreadyExists,
+    EngineFailure,
+    ModelLost,
+    NotFound,
+    OutOfMemory,
+    TinsmithError,
+    is_adapters_busy,
+)
 
 log = logging.getLogger(__name__)
-
-ADAPTERS_BUSY = "adapters_busy"
-"""Code of an `OutOfMemory` that passes when others have ended."""
 
 _PREFIX = "idle-"
 
@@ -132,7 +138,7 @@ class AdapterPool:
                         taken[adapter_id] = self.pin(adapter_id)
                         pinned.append(adapter_id)
                     except TinsmithError as error:
-                        if error.code == ADAPTERS_BUSY and pinned:
+                        if is_adapters_busy(error) and pinned:
                             break
                         taken[adapter_id] = error
                 rest = rest[len(taken) :]

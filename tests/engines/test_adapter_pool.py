@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 
 from engines.torch_engine.adapter import AdapterState, Gradient, step_many
-from engines.torch_engine.adapter_pool import ADAPTERS_BUSY, AdapterPool
+from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.idle_file import DamagedFile, read_state, write_state
-from schemas.errors import AlreadyExists, EngineFailure, ModelLost, NotFound, OutOfMemory, TinsmithError
+from schemas.errors import ADAPTERS_BUSY, AlreadyExists, EngineFailure, ModelLost, NotFound, OutOfMemory, TinsmithError
 from schemas.operations import OptimStepParams
 from tests.engines.adapter_states import collect, content, make_state, same
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from schemas.errors import EngineFailure, InvalidRequest, NotFound, OutOfMemory, TinsmithError
+from schemas.errors import (
+    ADAPTERS_BUSY,
+    EngineFailure,
+    InvalidRequest,
+    NotFound,
+    OutOfMemory,
+    TinsmithError,
+    is_adapters_busy,
+)
 from schemas.operations import (
     AdapterStep,
     DatumRange,
@@ -16,6 +24,7 @@ from schemas.operations import (
     OptimStepParams,
     PassStats,
     StepResult,
+    TrainBatch,
     TrainResult,
 )
 from tests.support.toy_worker import INFO, ToyEngine, ToyRollout
@@ -130,3 +139,43 @@ def test_the_combined_worker_runs_turns_on_its_actor(engine: ToyEngine) -> None:
     worker = TinkerActorRolloutRefWorker(engine, ToyRollout(), INFO)
     step = AdapterStep("2", "a", OptimStep(OptimStepParams(lr=1.0)))
     assert set(worker.run_micro_batch(MicroBatch({"1": batch("a")}, (whole("1"),), (step,))).outcomes) == {"1", "2"}
+
+
+class CrowdedEngine(ToyEngine):
+    """Memory for operations of one adapter at a time."""
+
+    def open_operation(self, operation_id: str, batch: TrainBatch) -> None:
+        if any(other.adapter_id != batch.adapter_id for other in self._operations.values()):
+            raise OutOfMemory("no room", code=ADAPTERS_BUSY)
+        super().open_operation(operation_id, batch)
+
+
+def test_adapters_without_room_come_when_others_have_ended() -> None:
+    engine = CrowdedEngine()
+    for adapter_id in "abc":
+        engine.create_adapter(adapter_id, LoraSpec(8, seed=1))
+    opened = {"1": batch("a"), "2": batch("b"), "3": batch("a"), "4": batch("c", refuse=1.0), "5": batch("c")}
+    outcomes = run(engine, MicroBatch(opened, tuple(whole(name) for name in opened), (stepped("6", "b"),)))
+    assert isinstance(outcomes.pop("4"), InvalidRequest)
+    assert set(outcomes) == set("12356")
+    assert not any(isinstance(outcome, TinsmithError) for outcome in outcomes.values())
+    assert [engine.adapters[name].gradient for name in "abc"] == [-10.0, 0.0, -5.0]
+    assert engine._operations == {}
+
+
+def test_who_finds_no_room_has_not_run_and_neither_has_what_is_behind_it() -> None:
+    engine = CrowdedEngine()
+    for adapter_id in "abc":
+        engine.create_adapter(adapter_id, LoraSpec(8, seed=1))
+        engine.adapters[adapter_id].gradient = -1.0
+    run(engine, MicroBatch({"1": batch("a", datums=3)}, (DatumRange("1", 0, 1),)))
+    opened = {"2": batch("b"), "3": batch("b"), "4": batch("c")}
+    ranges = (DatumRange("1", 1, 2), *(whole(name) for name in opened))
+    outcomes = run(engine, MicroBatch(opened, ranges, (stepped("5", "b"), stepped("6", "a"))))
+    assert {name for name, outcome in outcomes.items() if is_adapters_busy(outcome)} == set("2345")
+    assert isinstance(outcomes["6"], StepResult)
+    assert (engine.adapters["b"].weight, engine.adapters["b"].gradient) == (1.0, -1.0)
+    ranges = (DatumRange("1", 2, 3), *(whole(name) for name in opened))
+    again = run(engine, MicroBatch(opened, ranges, (stepped("5", "b"),)))
+    assert not any(isinstance(outcome, TinsmithError) for outcome in again.values())
+    assert engine.adapters["b"].weight == 12.0

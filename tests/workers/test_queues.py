@@ -134,3 +134,24 @@ def test_drain_empties_in_order() -> None:
     queue.add(1, 1, 0.0)
     assert queue.drain() == [1, 4]
     assert len(queue) == 0
+
+
+def test_items_that_are_put_back_start_again_before_everything_else() -> None:
+    """Refused numbers between them, and a hole behind them, are nobody's concern meanwhile."""
+    queue: ModelQueue[str] = ModelQueue(5.0)
+    for seq_id in (0, 1, 3, 5):
+        queue.add(seq_id, str(seq_id), 0.0)
+    queue.note_refused(2)
+    assert [queue.pop(), queue.pop(), queue.pop()] == ["0", "1", "3"]
+    assert queue.missing() == 4
+    queue.put_back([(1, "1"), (3, "3")])
+    assert (queue.missing(), queue.gap_deadline(), queue.peek(), len(queue)) == (None, None, "1", 3)
+    assert [queue.ahead(seq_id) for seq_id in (1, 3, 5)] == [0, 1, 2]
+    assert queue.pop() == "1"
+    queue.put_back([(1, "1")])
+    assert [queue.pop(), queue.pop()] == ["1", "3"]
+    assert [item for item, _ in queue.expire(5.0)] == ["5"]
+    queue.put_back([(5, "5")])
+    queue.add(6, "6", 9.0)
+    assert queue.drain() == ["5", "6"]
+    assert len(queue) == 0
