@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from engines.torch_engine.checkpointing import use_checkpointing
+from engines.torch_engine.faults import unexpected
 from engines.torch_engine.memory import Checkpointing, checkpoints_pass
 from engines.torch_engine.memory_errors import is_out_of_memory
 from engines.torch_engine.operations import OpenOperation
@@ -78,8 +79,7 @@ class OpenOperations:
         for operation_id in dict.fromkeys(part.operation_id for part in ranges):
             operation = self._open.get(operation_id)
             if operation is not None and operation.complete and operation_id not in ended:
-                commit(operation)
-                ended[operation_id] = operation.result()
+                ended[operation_id] = _finish(operation)
         return ended
 
     def whole(self, operation: OpenOperation) -> TrainResult:
@@ -120,21 +120,24 @@ class OpenOperations:
             yield chosen
 
     def _attempt(self, works: list[_Work], ended: Ended) -> None:
-        """One pass; where memory runs out before anything is written, two smaller ones."""
+        """One pass; where it fails before anything is written, two smaller ones, until who is at fault is alone."""
         if not works:
             return
         self.run.meter.writing = False
         try:
             self._pass(works, ended)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
+        except Exception as error:
+            failure = error
         else:
             return
         if len(works) > 1 and not self.run.meter.writing:
             middle = len(works) // 2
             self._attempt(works[:middle], ended)
             self._attempt([work for work in works[middle:] if work.operation_id not in ended], ended)
+            return
+        if not is_out_of_memory(failure):
+            # Gradients may hold a part of the pass: none of its operations can go on.
+            ended.update(dict.fromkeys([work.operation_id for work in works], unexpected(failure, "a training pass")))
             return
         for work in reversed(works):
             ended[work.operation_id] = OutOfMemory(
@@ -167,6 +170,18 @@ class OpenOperations:
                 work.operation.take(work.index, outcome, loss)
             except TinsmithError as error:
                 ended[work.operation_id] = error
+            except Exception as error:
+                ended[work.operation_id] = unexpected(error, "the metrics of a datum")
+
+
+def _finish(operation: OpenOperation) -> TrainResult | TinsmithError:
+    """Commit a complete operation; if its result cannot be made, nothing of it is kept."""
+    try:
+        result = operation.result()
+        commit(operation)
+    except Exception as error:
+        return unexpected(error, "the result of a batch")
+    return result
 
 
 def commit(operation: OpenOperation) -> None:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from engines.lora import AdapterWeights, Pairs, Router
 from engines.torch_engine.attention import packed
+from engines.torch_engine.faults import unexpected
 from engines.torch_engine.head import OutputHead
+from engines.torch_engine.memory_errors import is_out_of_memory
 from engines.torch_engine.meter import Meter
 from engines.torch_engine.operations import DatumLoss
 from engines.torch_engine.packing import Pack, pack
@@ -61,8 +63,8 @@ class TrainingPass:
         return device
 
     def run(self, items: Sequence[PassItem]) -> list[Tensor | TinsmithError]:
-        """Logprobs of each item's targets, float32 on the device, or its own error (a custom loss may raise); gradients
-        are added into the items' own places.
+        """Logprobs of each item's targets, float32 on the device, or its own error (a loss may raise anything);
+        gradients are added into the items' own places.
 
         All items have a gradient, or none has. `meter.writing` tells whether gradients may have been written when
         something raises; what an item with an error has collected is of no use.
@@ -107,6 +109,10 @@ class TrainingPass:
                 return lp
         except TinsmithError as error:
             return error
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return unexpected(error, "the loss of a datum")
         finally:
             self.meter.add("head", time.perf_counter() - began)
 
