@@ -46,7 +46,7 @@ def crowds(draw: st.DrawFn, lab: Lab, most: int = 4) -> tuple[dict[str, str], di
     adapters = {f"t{i}": draw(st.sampled_from(lab.specs)) for i in range(draw(st.integers(1, most)))}
     operations = {}
     for adapter in adapters:
-        for k in range(draw(st.integers(1, 2))):
+        for k in range(draw(st.integers(1, 3))):  # three sums show their order, two do not
             plan = draw(plans(most=3))
             note(f"{adapter}.{k} ({adapters[adapter]}): {plan}")
             operations[f"{adapter}.{k}"] = plan.batch(adapter)
@@ -78,6 +78,22 @@ def cut(draw: st.DrawFn, operations: Mapping[str, TrainBatch]) -> Cuts:
             turns.append(turn)
     note(f"turns: {turns}")
     return turns
+
+
+def test_packs_are_in_use(lab: Lab, labs: Labs) -> None:
+    """Else everything here would hold of an engine that computes one datum at a time, too.
+
+    It falls back to that where it finds packing wrong, or (for routed experts) its low bits in want of company.
+    """
+    assert lab.engine.info.batch_invariant
+    assert lab.engine.info.packed == (lab.name != "qwen3_moe")
+    free = labs(lab.name, exact=False)
+    assert free.engine.info.packed
+    with free.adapters({"a": "head", "b": "head"}) as engine:
+        engine.take_stats()
+        run(engine, {name: Plan("cross_entropy", (5, 9)).batch(name) for name in ("a", "b")})
+        stats = engine.take_stats()
+    assert (stats.sequences, stats.passes) == (4, 1)
 
 
 @FEW
