@@ -141,6 +141,13 @@ class Settings(BaseSettings):
     restart_limit: int = Field(
         3, ge=0, description="How often in a row a worker that died is started again before its base model fails."
     )
+    turn_timeout: float = Field(
+        900.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds after which a training turn counts as hung: its worker is ended and started again, as if "
+        "it had died. A turn has `micro_batch_tokens` tokens, or one datum that is longer. 0: no limit.",
+    )
     max_adapters: Count = Field(
         1024,
         description="Training runs that are live at once on each base model, in memory or idle on disk; names of one "

@@ -70,6 +70,11 @@ class ServiceSettings(Protocol):
     @property
     def decode_slice(self) -> int: ...
     @property
+    def turn_timeout(self) -> float:
+        """0 = no limit."""
+        ...
+
+    @property
     def restart_limit(self) -> int: ...
     @property
     def gap_timeout(self) -> float: ...
@@ -189,6 +194,7 @@ def build_services(
             max_sample_rows=settings.max_sample_rows,
             max_sample_tokens=settings.max_sample_tokens,
             decode_slice=settings.decode_slice,
+            turn_timeout=settings.turn_timeout or None,
             restart_limit=settings.restart_limit,
             on_models_lost=on_models_lost,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from app.groups import local_groups
 from app.settings import Settings
 from engines.machine import usable_cores
+from tests.app.conftest import MODEL, running
 from workers.environment import worker_environment
 from workers.local import LocalWorkerGroup
 
@@ -57,3 +59,13 @@ def test_who_decides_on_threads(
     assert group._spec.threads == threads
     env = worker_environment(group._spec, os.environ)
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(
+    ("setting", "seconds"), [({}, 900.0), ({"turn_timeout": 7.5}, 7.5), ({"turn_timeout": 0}, None)]
+)
+async def test_the_limit_of_a_turn_reaches_the_runtime(
+    setting: dict[str, float], seconds: float | None, make_settings: Callable[..., Settings]
+) -> None:
+    async with running(make_settings(**setting)) as edge:
+        assert edge.app.state.services.models.runtimes[MODEL]._turn_timeout == seconds

@@ -180,3 +180,26 @@ async def test_kill_storm_answers_every_ticket_exactly_once() -> None:
         assert any(isinstance(result, ModelLost) for result in results), "no kill hit a live model: the test is vacuous"
         assert any(isinstance(result, SampleResult) for result in results)
         await until_state(runtime, "ready")
+
+
+async def test_a_process_that_hangs_in_a_turn_is_replaced(group: LocalWorkerGroup) -> None:
+    """What was in the turn is answered as after a death; samples and new models go on with the next process."""
+    async with running(group, turn_timeout=0.5) as (runtime, client, lost):
+        for model_id in ("a", "b", "new"):
+            runtime.open_model(model_id)
+        for model_id in ("a", "b"):
+            await value(client.submit(create(), model_id, 0))
+        [pid] = group.pids
+        hung = client.submit(batch("a", sleep=60), "a", 1)
+        behind = client.submit(step(), "a", 2)
+        await until(lambda: (runtime.waiting("p-2").reason or "").startswith("running"))
+        drawn, created = client.submit(sample()), client.submit(create(), "new", 0)
+        for outcome in (hung, behind):
+            with pytest.raises(ModelLost, match="'a' was lost"):
+                await value(outcome)
+        assert sorted(lost) == ["a", "b"]
+        assert isinstance(await value(drawn), SampleResult)
+        await value(created)
+        assert (await value(client.submit(batch("new", sleep=0.1), "new", 1))).metrics["loss:sum"] == -5.0
+        assert group.pids != [pid]
+        assert not process_exists(pid)
