@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
@@ -21,12 +22,21 @@ from workers.throughput import Throughput, ThroughputMeter
 from workers.tickets import Desk, QueueState, Ticket
 from workers.training_lane import TrainingLane
 
-__all__ = ["ModelRuntime", "QueueState", "Throughput", "Ticket"]
+__all__ = ["Load", "ModelRuntime", "QueueState", "Throughput", "Ticket"]
 
 _log = logging.getLogger("tinsmith.runtime")
 
 State = Literal["starting", "ready", "restarting", "failed"]
 _LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Accepted operations and samples that have not begun, and adapters on the worker."""
+
+    training: int
+    samples: int
+    adapters: int
 
 
 class ModelRuntime:
@@ -180,6 +190,11 @@ class ModelRuntime:
     def throughput(self) -> Throughput:
         """What training has computed so far, and how fast."""
         return self._meter.read(self._clock(), self.info.peak_flops if self.info is not None else 0.0)
+
+    def load(self) -> Load:
+        """What there is to do now."""
+        training, samples = self._desk.waiting(training=True), self._desk.waiting(training=False)
+        return Load(training, samples, self._training.adapters)
 
     # -- the loop --------------------------------------------------------------------------------------------------
     async def _run(self) -> None:

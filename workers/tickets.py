@@ -121,6 +121,11 @@ class Desk:
         """The entry of a request that is not answered yet."""
         return self._entries.get(request_id)
 
+    def waiting(self, *, training: bool) -> int:
+        """How many operations, or how many samples, have neither begun nor been answered."""
+        entries = self._entries.values()
+        return sum((entry.ticket.model_id is not None) is training and not entry.running for entry in entries)
+
     def finish(self, entry: Entry, outcome: OperationResult | TinsmithError) -> None:
         """Answer an entry; the second answer to the same one is dropped."""
         if entry.over:

@@ -155,6 +155,11 @@ class TrainingLane:
             return f"waiting for memory for its adapter: {len(self._composer.under_way)} batches are under way"
         return self._line.reason(entry, self._turns.tokens)
 
+    @property
+    def adapters(self) -> int:
+        """Adapters on the worker, in its memory or idle on disk."""
+        return len(self._adapters)
+
     # -- what the loop does ----------------------------------------------------------------------------------------
     def expire(self) -> None:
         """Answer what waited too long behind a seq_id that never came."""

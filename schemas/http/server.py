@@ -96,6 +96,56 @@ class ReadyResponse(ResponseModel):
     models: list[ModelReadiness] = Field(description="Each base model.")
 
 
+class MemoryNeeds(ResponseModel):
+    """What a base model and its training take of the memory of their device, in bytes, as measured at start."""
+
+    base: int = Field(description="Weights and buffers of the base model.")
+    adapter: int = Field(description="A training run of rank 32 on every layer: weights, optimizer, gradients.")
+    training_pass: int = Field(description="A forward and backward pass over one datum of 1,024 tokens.")
+    training_pass_checkpointed: int = Field(description="The same with gradient checkpointing.")
+    total: int = Field(description="Of the device, or what the worker may use of it.")
+    free: int = Field(description="What of it was free when the base model was loaded.")
+
+
+class WorkWaiting(ResponseModel):
+    """What one base model has to do now, of all projects together."""
+
+    training: int = Field(description="Accepted training operations that have not begun.")
+    samples: int = Field(description="Accepted samples that have not begun.")
+    adapters: int = Field(description="Live training runs, in memory or idle on disk.")
+
+
+class ModelThroughput(ResponseModel):
+    """What training on one base model has computed since the server started, of all projects together."""
+
+    model_name: str = Field(description="The base model. Names of one folder share a worker and have the same numbers.")
+    state: ModelState = Field(description="As in `readyz`.")
+    tokens_per_second: float = Field(description="Tokens of datums per second, over the last minute.")
+    tokens: int = Field(description="Tokens of the datums that were trained on or scored.")
+    rows: int = Field(description="Tokens that were computed for them: the rest are padding.")
+    padding_waste: float = Field(description="1 - tokens / rows, from 0 to 1.")
+    sequences: int = Field(description="Datums.")
+    passes: int = Field(description="Passes through the base model, each over many datums.")
+    turns: int = Field(description="Calls of the worker, each with one pass or several and with optimizer steps.")
+    steps: int = Field(description="Optimizer steps.")
+    turn_tokens: int | None = Field(None, description="Tokens that fit into a turn; null until the model is loaded.")
+    turn_fill: float = Field(description="Share of those that was used; above 1 if single datums are longer.")
+    wall_seconds: float = Field(description="Seconds since the base model was loaded first.")
+    busy_seconds: float = Field(description="Seconds of them in turns.")
+    seconds: dict[str, float] = Field(description="Seconds of the turns by part: base, lora, head, optimizer.")
+    flops: float = Field(description="Floating-point operations of the products with the base model.")
+    peak_flops: float | None = Field(None, description="Most of them per second, measured at start; null = unknown.")
+    mfu: float | None = Field(None, description="flops / (busy_seconds * peak_flops), from 0 to 1; null = unknown.")
+    waiting: WorkWaiting = Field(description="What there is to do now.")
+    memory: MemoryNeeds | None = Field(None, description="What training takes of the memory; null = unknown.")
+
+
+class ThroughputResponse(ResponseModel):
+    """Result of `throughput`."""
+
+    models: list[ModelThroughput] = Field(description="Each base model.")
+
+
 class ErrorInfo(ResponseModel):
     """The machine-readable part of an error."""
 

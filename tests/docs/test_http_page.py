@@ -23,4 +23,5 @@ def test_every_block_of_the_page_runs(real_server: RunningServer) -> None:
     assert f"--- block {len(blocks) - 1} done" in done.stdout
     assert '"logprobs"' in done.stdout
     assert '"grad_norm"' in done.stdout
+    assert "tokens/s:" in done.stdout
     assert '"field":"model_id"' in done.stdout.replace(" ", "")
