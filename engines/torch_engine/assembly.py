@@ -6,7 +6,6 @@ Not responsible for reading the model (`loading.py`) or for running anything lat
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +15,17 @@ from torch import Tensor, nn
 from engines.lora import FAMILIES, AdapterWeights, LoraLinear, Router, attach, available_families, init_adapter
 from engines.torch_engine.attention import can_pack
 from engines.torch_engine.head import OutputHead
-from engines.torch_engine.invariance import choose_row_block, judge
+from engines.torch_engine.invariance import LEAST_ROWS, choose_row_block, judge
 from engines.torch_engine.loading import check_head, describe, freeze
 from engines.torch_engine.meter import Meter, product_parameters
-from engines.torch_engine.packing import row_multiple
+from engines.torch_engine.packing import Filling
 from engines.torch_engine.precision import weights_dtype
 from engines.torch_engine.training_pass import TrainingPass
 from schemas.operations import BaseModelInfo, LoraSpec
 
 _log = logging.getLogger(__name__)
+
+_PROBED_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,16 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
 def _align(run: TrainingPass, model: Any, exact: bool) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
-    widths = {width for linear in linears for width in (linear.in_features, linear.out_features)}
-    widths |= {int(getattr(model.config.get_text_config(), "head_dim", None) or 1)}
-    multiple = row_multiple(widths, torch.get_num_threads())
-    if multiple is None:
-        run.packs = not exact
+    # Activations that a formula is applied to go into a linear, or are rotary angles.
+    widths = {linear.in_features for linear in linears} | {
+        int(getattr(model.config.get_text_config(), "head_dim", None) or 1)
+    }
+    block = choose_row_block([linear.weight for linear in linears], LEAST_ROWS)
+    filling = Filling(block or LEAST_ROWS, frozenset(widths), torch.get_num_threads())
+    if exact and not filling.suits(_PROBED_ROWS):
+        run.packs = False
         return
-    run.multiple = multiple
-    run.router.row_block = choose_row_block([linear.weight for linear in linears], multiple)
-    if run.router.row_block is not None:
-        run.multiple = math.lcm(run.router.row_block, multiple)
+    run.filling, run.router.row_block = filling, block
 
 
 def _probe(model: nn.Module) -> AdapterWeights:

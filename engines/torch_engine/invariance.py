@@ -1,7 +1,7 @@
 """Whether numbers depend on company: found out on this machine, with this model, when it is loaded.
 
 In float32 on the CPU an operation's numbers must be the same bits whatever else shares its passes. Everything in a pass
-runs per datum but the elementwise kernels (`packing.row_multiple`) and the products with base weights, judged here.
+runs per datum but the elementwise kernels (`packing.Filling`) and the products with base weights, judged here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from engines.torch_engine.training_pass import PassItem, TrainingPass
 
 _log = logging.getLogger(__name__)
 
+LEAST_ROWS = 16
+"""Products of fewer rows may sum in another order than those of many."""
 ROW_BLOCK = 64
 _LENGTHS = (21, 13)
 _CLOSE = 1e-3

@@ -6,20 +6,22 @@ A pack is plain geometry. Not responsible for which datums go together (the sche
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from schemas.errors import EngineFailure
 from schemas.operations import Int64
 
 _VECTOR_ELEMENTS = 32
 """Elementwise CPU kernels compute this many elements at a time (two AVX512 registers of float32) and the last ones,
 fewer, by another formula."""
-_MOST_PADDING = 512
+_GRAIN_ELEMENTS = 32768
+"""A thread is worth it for so many elements (`at::internal::GRAIN_SIZE`)."""
+_MOST_PADDING = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Run:
 class Pack:
     """`tokens` and `positions` int64 [1, T]; `spans[i]` are the rows of datum i; `runs` cover all T rows.
 
-    The rows after the last span only fill the pack up to a multiple; they are a sequence of their own.
+    The rows after the last span only fill the pack up; they are a sequence of their own.
     """
 
     tokens: Tensor
@@ -54,12 +56,12 @@ class Pack:
         return int(self.tokens.shape[1])
 
 
-def pack(sequences: Sequence[Int64], device: torch.device, multiple: int = 1) -> Pack:
-    """Put token sequences behind one another, each with positions from 0, filled up to a multiple of rows."""
+def pack(sequences: Sequence[Int64], device: torch.device, filling: Filling) -> Pack:
+    """Put token sequences behind one another, each with positions from 0, and fill up behind them."""
     lengths = [len(tokens) for tokens in sequences]
     total = sum(lengths)
-    filling = -total % multiple
-    parts = [*sequences, np.zeros(filling, np.int64)] if filling else list(sequences)
+    missing = filling.rows(total) - total
+    parts = [*sequences, np.zeros(missing, np.int64)] if missing else list(sequences)
     spans: list[slice] = []
     runs: list[Run] = []
     start = 0
@@ -80,12 +82,40 @@ def pack(sequences: Sequence[Int64], device: torch.device, multiple: int = 1) ->
     )
 
 
-def row_multiple(widths: Iterable[int], threads: int) -> int | None:
-    """The rows to which packs are filled up so that no elementwise kernel ever has last elements of its own kind.
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """To how many rows passes are filled up, so that no elementwise kernel ever has last elements of its own kind.
 
-    A kernel over rows * width elements is shared by 1 to `threads` threads in equal parts, and each part must be a
-    multiple of the vector. None if that takes more rows than it is worth.
+    Such a kernel over rows * width elements is shared in equal parts by as many threads as are worth it, and each part
+    must be a multiple of the vector.
+
+    Args:
+        multiple: rows are a multiple of it.
+        widths: of the activations of the model.
+        threads: of this process.
     """
-    shares = _VECTOR_ELEMENTS * math.lcm(*range(1, threads + 1))
-    multiple = math.lcm(_VECTOR_ELEMENTS, *(shares // math.gcd(shares, width) for width in widths))
-    return multiple if multiple <= _MOST_PADDING else None
+
+    multiple: int = 1
+    widths: frozenset[int] = frozenset()
+    threads: int = 1
+
+    def rows(self, total: int) -> int:
+        """The rows of a pass over `total` tokens. Raises `EngineFailure` if no number near it will do (`suits`)."""
+        first = -(-total // self.multiple) * self.multiple
+        for rows in range(first, first + _MOST_PADDING, self.multiple):
+            if all(_in_vectors(rows * width, self.threads) for width in self.widths):
+                return rows
+        raise EngineFailure(f"{total} rows cannot be filled up for {self.threads} threads")
+
+    def suits(self, most: int) -> bool:
+        """Whether there is an answer for any number of tokens up to `most`."""
+        try:
+            return all(self.rows(total) for total in range(1, most + 1, self.multiple))
+        except EngineFailure:
+            return False
+
+
+def _in_vectors(elements: int, threads: int) -> bool:
+    """Whether every thread's share of a kernel is a multiple of the vector (`at::parallel_for`)."""
+    sharing = min(threads, -(-elements // _GRAIN_ELEMENTS))
+    return elements % _VECTOR_ELEMENTS == 0 and -(-elements // sharing) % _VECTOR_ELEMENTS == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from engines.torch_engine.head import OutputHead
 from engines.torch_engine.memory_errors import is_out_of_memory
 from engines.torch_engine.meter import Meter
 from engines.torch_engine.operations import DatumLoss
-from engines.torch_engine.packing import Pack, pack
+from engines.torch_engine.packing import Filling, Pack, pack
 from schemas.errors import TinsmithError
 from schemas.operations import Int64
 
@@ -43,7 +43,7 @@ class TrainingPass:
 
     Args:
         packs: whether several sequences may share a pass; else each `run` takes one item.
-        multiple: rows to whose multiples packs are filled up.
+        filling: to how many rows packs are filled up.
         merge: whether neighbouring datums of one adapter share its small products (their sums then depend on the
             company; fewer kernels for a GPU).
     """
@@ -53,7 +53,7 @@ class TrainingPass:
     head: OutputHead
     meter: Meter
     packs: bool = True
-    multiple: int = 1
+    filling: Filling = field(default_factory=Filling)
     merge: bool = False
 
     @property
@@ -70,7 +70,7 @@ class TrainingPass:
         something raises; what an item with an error has collected is of no use.
         """
         backward = items[0].gradient is not None
-        geometry = pack([item.tokens for item in items], self.device, self.multiple if self.packs else 1)
+        geometry = pack([item.tokens for item in items], self.device, self.filling if self.packs else Filling())
         trains_body = backward and any(self._has_body(item.adapter) for item in items)
         segments, gradients = self._segments(items, geometry)
         with self._attention(geometry), self.router.use(segments, gradients if trains_body else None):
