@@ -135,7 +135,9 @@ class BaseEngine(ABC):
     # -- many adapters in one turn --------------------------------------------------------------------------------
     # An engine that computes one adapter at a time inherits these: an operation then runs whole, with its last range.
     def open_operation(self, operation_id: str, batch: TrainBatch) -> None:
-        """Check a whole batch and take it in; nothing is computed. Raises `NotFound` or `InvalidRequest`."""
+        """Check a whole batch and take it in; nothing is computed. Raises `NotFound`, `InvalidRequest`, or
+        `OutOfMemory`: of code `schemas.errors.ADAPTERS_BUSY` if there is room for the adapter when others have ended.
+        """
         self._operations[operation_id] = batch
 
     def drop_operation(self, operation_id: str) -> None:

@@ -290,7 +290,7 @@ class TorchEngine(BaseEngine):
 
     # -- many adapters in one turn ---------------------------------------------------------------------------------
     def open_operation(self, operation_id: str, batch: TrainBatch) -> None:
-        """Raises `NotFound`, `InvalidRequest`."""
+        """Raises `NotFound`, `InvalidRequest`, `OutOfMemory`."""
         _loaded(self._turns).open(operation_id, self._begin(batch))
         self._pool.pin(batch.adapter_id)
 
@@ -329,7 +329,7 @@ class TorchEngine(BaseEngine):
 
     # -- parts -----------------------------------------------------------------------------------------------------
     def _begin(self, batch: TrainBatch) -> OpenOperation:
-        """A checked operation. Raises `NotFound`, `InvalidRequest`."""
+        """A checked operation. Raises `NotFound`, `InvalidRequest`, `OutOfMemory`."""
         state = self._pool.get(batch.adapter_id)
         config = check_batch(batch, self.info)
         if batch.backward:

@@ -8,16 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from app.errors import _STATUS_CODES
+from schemas import errors
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("app", "workers", "engines", "schemas", "store")
 
 
 def codes_in(tree: ast.Module) -> Iterator[str]:
-    """`code="..."` arguments, and `default_code` of error classes (alone or in a tuple assignment)."""
+    """`code="..."` arguments (or a constant of `schemas.errors`), and `default_code` of error classes (alone or in a tuple
+    assignment)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == "code"
+            and isinstance(node.value, ast.Name)
+            and node.value.id.isupper()
+        ):
+            yield str(getattr(errors, node.value.id))
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "default_code":
             assert isinstance(node.value, ast.Constant)
             yield str(node.value.value)
