@@ -15,8 +15,8 @@ ROOMS = ("app", "workers", "engines", "schemas", "store")
 
 
 def codes_in(tree: ast.Module) -> Iterator[str]:
-    """`code="..."` arguments (or a constant of `schemas.errors`), and `default_code` of error classes (alone or in a tuple
-    assignment)."""
+    """`code="..."` arguments (or a constant of `schemas.errors`), and `default_code` of error classes (alone or in a
+    tuple assignment)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
             yield str(node.value.value)
