@@ -14,8 +14,8 @@ from schemas.errors import TinsmithError
 from schemas.operations import (
     Sample,
     SampleDelta,
-    SamplerLoad,
     SampleResult,
+    SamplerLoad,
     SampleStats,
     SampleTurn,
     SampleTurnResult,
@@ -78,8 +78,8 @@ class SamplingEngine(ABC):
             step = self.step()
             steps += 1
             result.ended |= step.ended
-            for request_id, deltas in step.deltas.items():
-                result.deltas.setdefault(request_id, []).extend(deltas)
+            for request_id, new in step.deltas.items():
+                result.deltas.setdefault(request_id, []).extend(new)
             if step.ended and self.load.waiting == 0:
                 break  # whoever waits outside may use the room
         deltas = {request_id: tuple(found) for request_id, found in result.deltas.items()}
