@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from schemas.errors import TinsmithError
-from schemas.operations import Operation, OperationResult
+from schemas.operations import Operation, OperationResult, SampleDelta
 from workers.faults import to_tinsmith_error
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -29,6 +29,7 @@ class Ticket:
         done: takes the result or the error; called exactly once.
         started: told when it begins to run, and again when it has to begin again.
         is_step: whether it is an optimizer step, so that this is known before it is loaded.
+        progress: told new tokens of a sample that streams; None = nobody listens.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Ticket:
     done: Callable[[OperationResult | TinsmithError], Awaitable[None]]
     started: Callable[[], None] = lambda: None
     is_step: bool = False
+    progress: Callable[[SampleDelta], None] | None = None
 
 
 @dataclass(frozen=True)
