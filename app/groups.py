@@ -28,6 +28,8 @@ def local_groups(settings: Settings) -> GroupFactory:
             device=settings.device,
             threads=compute_threads(settings.threads, 1, os.environ),
             sample_logprobs=settings.sample_logprobs,
+            max_sample_rows=settings.max_sample_rows,
+            max_sample_tokens=settings.max_sample_tokens,
             batch_invariant=settings.batch_invariant,
             micro_batch_tokens=settings.micro_batch_tokens,
             gradient_checkpointing=settings.gradient_checkpointing,

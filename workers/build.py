@@ -23,9 +23,9 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
     return cast("Callable[[WorkerSpec, Progress], object]", getattr(importlib.import_module(module), function))
 
 
-def idle_folder(spec: WorkerSpec) -> Path:
-    """Where this worker alone keeps adapters that do not fit into memory."""
-    return Path(spec.data_dir) / "idle_adapters" / spec.model.replace("/", "--").replace(":", "--")
+def idle_folder(spec: WorkerSpec, kind: str = "adapters") -> Path:
+    """Where this worker alone keeps adapters, or samples, that do not fit into memory."""
+    return Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -41,8 +41,8 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
 
     from transformers import AutoTokenizer
 
+    from engines.sampling.torch_sampler import TorchSampler
     from engines.torch_engine.engine import TorchEngine
-    from engines.torch_engine.rollout import TorchRollout
 
     if not issubclass(engine_class, TorchEngine):
         raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
@@ -63,11 +63,14 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    rollout = TorchRollout(
+    rollout = TorchSampler(
         engine.model,
         engine.router,
         tokenizer,
         sample_logprobs=spec.sample_logprobs,
+        max_rows=spec.max_sample_rows,
+        max_tokens=spec.max_sample_tokens,
         max_loaded_adapters=spec.max_loaded_adapters,
+        aside_folder=idle_folder(spec, "samples"),
     )
     return TinkerActorRolloutRefWorker(engine, rollout, info)

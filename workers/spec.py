@@ -20,6 +20,7 @@ class WorkerSpec:
         ranks: number of processes.
         sample_logprobs: "tempered" or "plain": which distribution the logprobs of sampled tokens belong to.
         max_loaded_adapters: saved adapters that the sampler keeps in memory.
+        max_sample_rows, max_sample_tokens: sequences that draw at once, and tokens that they may hold together.
         batch_invariant: numbers of training may not depend on what else is computed beside them.
         micro_batch_tokens: tokens of one turn of many training runs; None = the engine's choice.
         gradient_checkpointing: compute activations twice instead of keeping them; "auto" where they would not fit.
@@ -38,6 +39,8 @@ class WorkerSpec:
     ranks: int = 1
     sample_logprobs: Literal["tempered", "plain"] = "tempered"
     max_loaded_adapters: int = 16
+    max_sample_rows: int = 64
+    max_sample_tokens: int = 131_072
     batch_invariant: bool = True
     micro_batch_tokens: int | None = None
     gradient_checkpointing: Literal["off", "on", "auto"] = "auto"

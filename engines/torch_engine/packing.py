@@ -80,12 +80,12 @@ def pack(sequences: Sequence[Int64], device: torch.device, multiple: int = 1) ->
     )
 
 
-def row_multiple(widths: Iterable[int], threads: int) -> int | None:
+def row_multiple(widths: Iterable[int], threads: int, least: int = _VECTOR_ELEMENTS) -> int | None:
     """The rows to which packs are filled up so that no elementwise kernel ever has last elements of its own kind.
 
     A kernel over rows * width elements is shared by 1 to `threads` threads in equal parts, and each part must be a
-    multiple of the vector. None if that takes more rows than it is worth.
+    multiple of the vector. None if that takes more rows than it is worth. `least` divides the result.
     """
     shares = _VECTOR_ELEMENTS * math.lcm(*range(1, threads + 1))
-    multiple = math.lcm(_VECTOR_ELEMENTS, *(shares // math.gcd(shares, width) for width in widths))
+    multiple = math.lcm(least, *(shares // math.gcd(shares, width) for width in widths))
     return multiple if multiple <= _MOST_PADDING else None

@@ -13,13 +13,13 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
+from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.rollout import TorchRollout
 from schemas.operations import OptimStepParams, SamplingParams
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, accumulate
 from tests.engines.test_reference import ADAM, Reference, export, ours
-from tests.engines.test_rollout import run, sample, sequences, succeeded
+from tests.engines.test_torch_sampler import run, sample, sequences, succeeded
 from tests.support.reference import furthest, relative, tell
 from tests.support.tiny_model import write_tokenizer
 
@@ -87,7 +87,7 @@ def test_training_and_sampling(family: str, tmp_path: Path) -> None:
 
     adapter = export(engine, "a", tmp_path / "adapter")
     reference = Reference(folder, adapter)
-    rollout = TorchRollout(engine.model, engine.router, AutoTokenizer.from_pretrained(folder))
+    rollout = TorchSampler(engine.model, engine.router, AutoTokenizer.from_pretrained(folder))
     greedy, drawn = (
         SamplingParams(max_tokens=12, temperature=0.0, stop=()),
         SamplingParams(max_tokens=12, temperature=0.7, seed=3, stop=()),
