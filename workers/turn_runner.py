@@ -163,6 +163,8 @@ class TurnRunner:
                 outcome = gone() if batch.left else EngineFailure("the worker gave no result for this batch")
                 self._abandon(batch)
             self._composer.forget(batch)
+            if isinstance(outcome, TrainResult):
+                self._meter.note_gap(outcome.metrics)
             self._finish(batch.entry, outcome)
         for entry, _ in turn.steps.values():
             stepped = outcomes.get(entry.ticket.request_id)
