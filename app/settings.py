@@ -164,7 +164,8 @@ class Settings(BaseSettings):
     sample_max_concurrent_requests: Count = Field(
         512,
         description="Samples that one client keeps outstanding, each with a connection of its own, if "
-        "`sample_use_retrieve_futures` is off.",
+        "`sample_use_retrieve_futures` is off; also how many samples of one project may be open through the OpenAI and "
+        "Anthropic routes, beyond which they answer 429.",
     )
     sample_use_retrieve_futures: bool = Field(
         True, description="Clients wait for all their samples with one request, instead of with one for each."

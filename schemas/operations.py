@@ -229,11 +229,13 @@ def _gb(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SampleDelta:
-    """New tokens of one sequence of a request: int32 [n], their logprobs float32 [n]."""
+    """New tokens of one sequence of a request: int32 [n], their logprobs float32 [n], and [n, k] alternatives if the
+    request asked for `topk_sample_logprobs` (None: they come with the result)."""
 
     index: int
     tokens: NDArray[np.int32]
     logprobs: Float32
+    topk: TopK | None = None
 
 
 @dataclass(frozen=True, slots=True)

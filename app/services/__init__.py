@@ -19,6 +19,11 @@ from app.services.checkpoints import Checkpoints
 from app.services.completions import Completions
 from app.services.copies import Copies
 from app.services.custom_losses import CustomLosses
+from app.services.doors.answers import Gate
+from app.services.doors.anthropic import AnthropicDoor
+from app.services.doors.models import DoorModels
+from app.services.doors.openai import OpenAIDoor
+from app.services.doors.runs import DoorRun
 from app.services.exports import Exports
 from app.services.futures import Futures
 from app.services.housekeeping import Housekeeping
@@ -68,6 +73,11 @@ class ServiceSettings(Protocol):
     @property
     def max_sample_tokens(self) -> int: ...
     @property
+    def sample_max_concurrent_requests(self) -> int:
+        """Most samples of one project that are open at once."""
+        ...
+
+    @property
     def decode_slice(self) -> int: ...
     @property
     def restart_limit(self) -> int: ...
@@ -113,6 +123,9 @@ class Services:
     usage: Usage
     traces: Traces
     tokens: Tokens
+    door_models: DoorModels
+    openai: OpenAIDoor
+    anthropic: AnthropicDoor
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
@@ -240,6 +253,12 @@ def build_services(
         keep_undelivered=settings.keep_undelivered,
         clock=clock,
     )
+    door_models = DoorModels(models, sampling, checkpoints)
+    gate = Gate(settings.sample_max_concurrent_requests)
+
+    def make_run(project_id: str) -> DoorRun:
+        return DoorRun(sampling, futures, operations.cancel, project_id)
+
     return Services(
         settings=settings,
         store=store,
@@ -261,4 +280,7 @@ def build_services(
         usage=Usage(store, clock),
         traces=Traces(store, signed, housekeeping.write_activity, clock),
         tokens=Tokens(load_secret(settings.data_dir / "token_secret"), settings.token_lifetime, clock),
+        door_models=door_models,
+        openai=OpenAIDoor(door_models, make_run, gate, draw_seed),
+        anthropic=AnthropicDoor(door_models, make_run, gate, draw_seed),
     )

@@ -12,14 +12,15 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
-from app.services.paths import session_of
+from app.services.paths import is_direct, session_of
 from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError, Unavailable
 from schemas.http.base import MAX_INT64
-from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SaveWeights
+from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SampleDelta, SaveWeights
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
@@ -42,6 +43,18 @@ class Finished:
     rows: Rows | None = None
     tokens: Mapping[TokenKind, int] = field(default_factory=dict)
     """What the operation used, counted with its result."""
+
+
+class SampleListener(Protocol):
+    """Who follows a sample while it runs. Called in the event loop; must return at once."""
+
+    def started(self) -> None:
+        """It begins to run. Again: it begins anew, for its worker died; what was told before is not told again."""
+        ...
+
+    def progress(self, delta: SampleDelta) -> None:
+        """New tokens of one of its sequences, in order and each of them once, all before the sample's outcome."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,8 @@ class Submission:
     """Called once a success is durable."""
     checkpoint_id: str | None = None
     """The checkpoint that a sample reads: it is kept until the sample is settled."""
+    listener: SampleListener | None = None
+    """Told what a sample draws while it runs."""
     also: Callable[[OperationRecord, OperationResult], Rows] | None = None
     """Further rows that become true with the result and depend on the operation's place in the log; made in a
     thread."""
@@ -181,6 +196,8 @@ class Operations:
 
         def started() -> None:
             self._started[record.request_id] = self._clock()
+            if submission.listener is not None:
+                submission.listener.started()
 
         async def load() -> Operation:
             return with_folder(await self._read_back(record), self._folder_path)
@@ -203,6 +220,7 @@ class Operations:
                 done=done,
                 started=started,
                 is_step=record.kind == "optim_step",
+                progress=None if submission.listener is None else submission.listener.progress,
             )
         )
 
@@ -319,7 +337,7 @@ class Operations:
                 await add_tokens(
                     db,
                     project_id=submission.project_id,
-                    session_id=session_of(submission.scope.partition(":")[2]),
+                    session_id=_session(submission.scope),
                     base_model=submission.runtime.name,
                     tokens=finished.tokens,
                     now=now,
@@ -343,6 +361,11 @@ class Operations:
             logger.exception("the failure of %s (%s) could not be written", request_id, submission.kind)
             return False
         return True
+
+
+def _session(scope: str) -> str:
+    """The session that tokens are counted for; "" for a sample that belongs to none."""
+    return "" if is_direct(scope) else session_of(scope.partition(":")[2])
 
 
 def _finished(submission: Submission, record: OperationRecord, outcome: OperationResult) -> Finished:

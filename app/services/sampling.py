@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -19,6 +19,7 @@ from app.codec import (
     ParsedSample,
     decode_context,
     decode_operation,
+    digest,
     encode_operation,
     encode_result,
     sample_operation,
@@ -26,14 +27,14 @@ from app.codec import (
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
-from app.services.operations import Finished, Operations, Submission, unreadable
-from app.services.paths import sampler_id_of, sequence_id_of
+from app.services.operations import Finished, Operations, SampleListener, Submission, unreadable
+from app.services.paths import direct_scope, is_direct, sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
 from app.services.stability import Stability
 from app.services.training import request_digest
 from app.services.usage import sample_tokens
-from schemas.errors import InvalidRequest, NotFound, TinsmithError, Unavailable
-from schemas.operations import OperationResult, Sample
+from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError, Unavailable
+from schemas.operations import OperationResult, Sample, SampleResult
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
 from store import checkpoints, samplers, slots
 from store.bodies import Bodies
@@ -62,6 +63,15 @@ class SamplerWeights:
 
     checkpoint_id: str | None
     folder: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectWeights:
+    """What a sample without a sampling session samples: a checkpoint and its folder name, or the base model."""
+
+    base_model: str
+    checkpoint_id: str | None = None
+    folder: str | None = None
 
 
 class _WeightsMoved(Exception):
@@ -193,8 +203,89 @@ class Sampling:
             )
         )
 
+    async def direct_weights(self, project_id: str, model: str) -> DirectWeights:
+        """The weights that a name means outside of sampling sessions: a served base model, or a `tinker://` path.
+
+        Raises:
+            NotFound: nothing of this name, or not readable by this project: the two look the same.
+            InvalidRequest: an export for other programs.
+        """
+        if not model.startswith("tinker://"):
+            if model not in self._models.runtimes:
+                raise unknown_model(model)
+            return DirectWeights(model)
+        try:
+            checkpoint = await self._checkpoints.readable((project_id,), model, field="model")
+        except TinsmithError as error:
+            if 400 <= error.status < 500:
+                raise unknown_model(model) from None
+            raise
+        refuse_export(checkpoint, field="model")
+        if checkpoint.base_model not in self._models.runtimes:
+            raise unknown_model(model)
+        return DirectWeights(checkpoint.base_model, checkpoint.checkpoint_id, checkpoint.folder)
+
+    async def sample_directly(
+        self,
+        project_id: str,
+        weights: DirectWeights,
+        sample: Sample,
+        *,
+        listener: SampleListener,
+        finished: Callable[[SampleResult], None],
+    ) -> OperationRecord:
+        """Accept a sample that belongs to no sampling session: its client waits for it, and nobody asks again.
+
+        Args:
+            weights: from `direct_weights`; put into the sample here.
+            listener: told what it draws (if `sample.stream`), and when it begins anew.
+            finished: given the result in a thread, before it is durable; perhaps more than once.
+
+        Raises: `InvalidRequest` (it does not fit the base model), `NotFound` (the checkpoint is gone by now).
+        """
+        runtime = self._models.runtime(weights.base_model)
+        sample = replace(sample, adapter_folder=weights.folder, cache_domain=project_id)
+        check_sample(sample, runtime.info, self._max_sample_tokens)
+        body = await asyncio.to_thread(encode_operation, KIND, sample)
+        encode = _finish(sample, False)
+
+        def finish(outcome: OperationResult) -> Finished:
+            if isinstance(outcome, SampleResult):
+                finished(outcome)
+            return encode(outcome)
+
+        async def guard(db: AsyncSession) -> None:
+            if weights.checkpoint_id is not None:
+                found = await checkpoints.get_readable(db, project_id, weights.checkpoint_id)
+                if found is None or self._checkpoints.expired(found):
+                    raise NotFound("the weights of this model were deleted, or have expired", field="model")
+
+        return await self._operations.accept(
+            Submission(
+                project_id=project_id,
+                kind=KIND,
+                scope=direct_scope(project_id),
+                seq_id=None,
+                digest=digest(body),
+                body=body,
+                runtime=runtime,
+                model_id=None,
+                guard=guard,
+                finish=finish,
+                checkpoint_id=weights.checkpoint_id,
+                listener=listener,
+            )
+        )
+
     async def resubmit(self, record: OperationRecord) -> None:
-        """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing."""
+        """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing.
+
+        One without a sampling session fails: the connection that waited for it is gone.
+        """
+        if is_direct(record.scope):
+            gone = Gone("the server was restarted, and nobody waits for this sample any more", code="cancelled")
+            await self._operations.fail_now([record.request_id], gone)
+            return
         sampler_id = record.scope.partition(":")[2]
         try:
             sampler = await self._sampler(record.project_id, sampler_id, field="sampling_session_id")
@@ -255,6 +346,16 @@ class Sampling:
                 code="weights_deleted",
             )
         return SamplerWeights(checkpoint.checkpoint_id, checkpoint.folder)
+
+
+def unknown_model(name: str) -> NotFound:
+    """One answer for a name that means nothing here and for what belongs to somebody else."""
+    return NotFound(
+        f"model {name[:300]!r} does not exist here",
+        field="model",
+        hint="GET models lists the names that are accepted",
+        code="model_not_found",
+    )
 
 
 async def _owned(db: AsyncSession, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
