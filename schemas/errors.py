@@ -110,8 +110,8 @@ class Unavailable(TinsmithError):
 
 
 class TooManyRequests(TinsmithError):
-    """Too much of a project waits already (429). Only for clients of other protocols: the SDK would repeat it for
-    minutes."""
+    """Too much of a project waits already (429). Only for samples, and never for what will not pass: the SDK sends a
+    sample again until it is taken."""
 
     status, category, default_code = 429, "user", "too_many_requests"
 

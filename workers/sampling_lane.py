@@ -20,6 +20,7 @@ from schemas.operations import (
     SamplerLoad,
     SampleTurn,
     SampleTurnResult,
+    TopK,
 )
 from workers.sample_line import SampleLine
 from workers.throughput import ThroughputMeter
@@ -232,7 +233,8 @@ class SamplingLane:
             return
         entry.told[delta.index] = after
         if known > 0:
-            delta = SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:])
+            topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
+            delta = SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
         try:
             progress(delta)
         except Exception:

@@ -19,7 +19,6 @@ from app.services.checkpoints import Checkpoints
 from app.services.completions import Completions
 from app.services.copies import Copies
 from app.services.custom_losses import CustomLosses
-from app.services.doors.answers import Gate
 from app.services.doors.anthropic import AnthropicDoor
 from app.services.doors.models import DoorModels
 from app.services.doors.openai import OpenAIDoor
@@ -73,10 +72,7 @@ class ServiceSettings(Protocol):
     @property
     def max_sample_tokens(self) -> int: ...
     @property
-    def sample_max_concurrent_requests(self) -> int:
-        """Most samples of one project that are open at once."""
-        ...
-
+    def max_waiting_samples(self) -> int: ...
     @property
     def decode_slice(self) -> int: ...
     @property
@@ -200,7 +196,6 @@ def build_services(
             gap_timeout=settings.gap_timeout,
             max_adapters=settings.max_adapters,
             max_sample_rows=settings.max_sample_rows,
-            max_sample_tokens=settings.max_sample_tokens,
             decode_slice=settings.decode_slice,
             restart_limit=settings.restart_limit,
             on_models_lost=on_models_lost,
@@ -235,6 +230,7 @@ def build_services(
         checkpoints=checkpoints,
         stability=stability,
         max_sample_tokens=settings.max_sample_tokens,
+        max_waiting_samples=settings.max_waiting_samples,
         clock=clock,
     )
     housekeeping = Housekeeping(
@@ -254,7 +250,6 @@ def build_services(
         clock=clock,
     )
     door_models = DoorModels(models, sampling, checkpoints)
-    gate = Gate(settings.sample_max_concurrent_requests)
 
     def make_run(project_id: str) -> DoorRun:
         return DoorRun(sampling, futures, operations.cancel, project_id)
@@ -281,6 +276,6 @@ def build_services(
         traces=Traces(store, signed, housekeeping.write_activity, clock),
         tokens=Tokens(load_secret(settings.data_dir / "token_secret"), settings.token_lifetime, clock),
         door_models=door_models,
-        openai=OpenAIDoor(door_models, make_run, gate, draw_seed),
-        anthropic=AnthropicDoor(door_models, make_run, gate, draw_seed),
+        openai=OpenAIDoor(door_models, make_run),
+        anthropic=AnthropicDoor(door_models, make_run),
     )

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -30,6 +29,8 @@ from workers.runtime import ModelRuntime, QueueState, Ticket
 
 logger = logging.getLogger(__name__)
 
+WAITING_BODY = 1024
+"""Bytes of a stored sample that are kept in memory while it waits: thousands of samples may wait, for minutes."""
 Rows = Callable[[AsyncSession], Awaitable[None]]
 """Row changes that belong into the same transaction as the operation's own."""
 
@@ -43,18 +44,6 @@ class Finished:
     rows: Rows | None = None
     tokens: Mapping[TokenKind, int] = field(default_factory=dict)
     """What the operation used, counted with its result."""
-
-
-class SampleListener(Protocol):
-    """Who follows a sample while it runs. Called in the event loop; must return at once."""
-
-    def started(self) -> None:
-        """It begins to run. Again: it begins anew, for its worker died; what was told before is not told again."""
-        ...
-
-    def progress(self, delta: SampleDelta) -> None:
-        """New tokens of one of its sequences, in order and each of them once, all before the sample's outcome."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +78,8 @@ class Submission:
     """Called once a success is durable."""
     checkpoint_id: str | None = None
     """The checkpoint that a sample reads: it is kept until the sample is settled."""
-    listener: SampleListener | None = None
-    """Told what a sample draws while it runs."""
+    progress: Callable[[SampleDelta], None] | None = None
+    """Told what a sample draws while it runs, each token once; called in the event loop, and must return at once."""
     also: Callable[[OperationRecord, OperationResult], Rows] | None = None
     """Further rows that become true with the result and depend on the operation's place in the log; made in a
     thread."""
@@ -187,17 +176,18 @@ class Operations:
         if not created:
             await self._bodies.delete([body])
             return record
-        self.dispatch(record, replace(submission, body=b""))  # what waits is read back when it runs
+        self.dispatch(record, submission)
         return record
 
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:
         """Hand a logged operation to its runtime (also used for unfinished samples of an earlier process)."""
         self._live[record.request_id] = (submission.runtime, record.scope)
+        submission = replace(submission, body=b"")  # what waits is read back when it runs
+        if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
+            record = replace(record, body=b"")
 
         def started() -> None:
             self._started[record.request_id] = self._clock()
-            if submission.listener is not None:
-                submission.listener.started()
 
         async def load() -> Operation:
             return with_folder(await self._read_back(record), self._folder_path)
@@ -220,12 +210,15 @@ class Operations:
                 done=done,
                 started=started,
                 is_step=record.kind == "optim_step",
-                progress=None if submission.listener is None else submission.listener.progress,
+                progress=submission.progress,
             )
         )
 
     async def _read_back(self, record: OperationRecord) -> Operation:
         try:
+            if record.body == b"":
+                stored = await self._store.read(lambda db: log.get_operation(db, record.project_id, record.request_id))
+                record = stored or record
             data = await self._bodies.get(record.body)
             return await asyncio.to_thread(decode_operation, record.kind, data)
         except Exception as error:

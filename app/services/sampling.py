@@ -27,18 +27,20 @@ from app.codec import (
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
-from app.services.operations import Finished, Operations, SampleListener, Submission, unreadable
+from app.services.operations import Finished, Operations, Submission, unreadable
 from app.services.paths import direct_scope, is_direct, sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
+from app.services.sample_room import SampleRoom
 from app.services.stability import Stability
 from app.services.training import request_digest
 from app.services.usage import sample_tokens
-from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError, Unavailable
-from schemas.operations import OperationResult, Sample, SampleResult
+from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError, TooManyRequests, Unavailable
+from schemas.operations import OperationResult, Sample, SampleDelta, SampleResult
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
 from store import checkpoints, samplers, slots
 from store.bodies import Bodies
 from store.database import Store
+from store.operations import find_operation
 from store.records import OperationRecord, SamplerRecord
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,13 @@ class _WeightsMoved(Exception):
 
 
 class Sampling:
-    """Accepts sampling requests. `clock` is the time, aware UTC."""
+    """Accepts sampling requests.
+
+    Args:
+        max_sample_tokens: tokens that the sequences of one sample may hold together.
+        max_waiting_samples: samples of one project that may wait on one base model.
+        clock: the time, aware UTC.
+    """
 
     def __init__(
         self,
@@ -91,6 +99,7 @@ class Sampling:
         checkpoints: Checkpoints,
         stability: Stability,
         max_sample_tokens: int,
+        max_waiting_samples: int,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
@@ -100,6 +109,7 @@ class Sampling:
         self._checkpoints = checkpoints
         self._stability = stability
         self._max_sample_tokens = max_sample_tokens
+        self._room = SampleRoom(max_waiting_samples)
         self._clock = clock
 
     async def create_session(self, project_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -162,7 +172,8 @@ class Sampling:
     async def sample(self, project_id: str, request: SampleRequest, limits: CodecLimits) -> OperationRecord:
         """Accept one sample request. It keeps the weights that its sampler has at that moment to its end.
 
-        Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
+        Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`,
+            `TooManyRequests` (too many samples of this project wait; a repeat of one that was accepted is answered).
         """
         for _ in range(MAX_MOVES):
             try:
@@ -177,6 +188,26 @@ class Sampling:
             return found, await self._sampled(db, found)
 
         sampler, weights = await self._store.read(look)
+        runtime = self._models.runtime(sampler.base_model)
+        try:
+            with self._room.place(project_id, runtime):
+                return await self._accept(project_id, request, limits, sampler, weights)
+        except TooManyRequests:
+            scope, seq_id = sampler_scope(sampler.sampler_id), request.seq_id
+            if seq_id is None:
+                raise
+            if await self._store.read(lambda db: find_operation(db, project_id, scope, seq_id)) is None:
+                raise
+        return await self._accept(project_id, request, limits, sampler, weights)  # a repeat needs no place
+
+    async def _accept(
+        self,
+        project_id: str,
+        request: SampleRequest,
+        limits: CodecLimits,
+        sampler: SamplerRecord,
+        weights: SamplerWeights,
+    ) -> OperationRecord:
         runtime = self._models.runtime(sampler.base_model)
         parsed, body, fingerprint = await asyncio.to_thread(_decode, request, weights.folder, limits)
         check_sample(parsed.operation, runtime.info, self._max_sample_tokens)
@@ -231,20 +262,21 @@ class Sampling:
         weights: DirectWeights,
         sample: Sample,
         *,
-        listener: SampleListener,
+        progress: Callable[[SampleDelta], None] | None,
         finished: Callable[[SampleResult], None],
     ) -> OperationRecord:
         """Accept a sample that belongs to no sampling session: its client waits for it, and nobody asks again.
 
         Args:
             weights: from `direct_weights`; put into the sample here.
-            listener: told what it draws (if `sample.stream`), and when it begins anew.
+            progress: told what it draws, each token once; None = nobody listens.
             finished: given the result in a thread, before it is durable; perhaps more than once.
 
-        Raises: `InvalidRequest` (it does not fit the base model), `NotFound` (the checkpoint is gone by now).
+        Raises: `InvalidRequest` (it does not fit the base model), `NotFound` (the checkpoint is gone by now),
+            `TooManyRequests` (too many samples of this project wait).
         """
         runtime = self._models.runtime(weights.base_model)
-        sample = replace(sample, adapter_folder=weights.folder, cache_domain=project_id)
+        sample = replace(sample, adapter_folder=weights.folder)
         check_sample(sample, runtime.info, self._max_sample_tokens)
         body = await asyncio.to_thread(encode_operation, KIND, sample)
         encode = _finish(sample, False)
@@ -260,22 +292,22 @@ class Sampling:
                 if found is None or self._checkpoints.expired(found):
                     raise NotFound("the weights of this model were deleted, or have expired", field="model")
 
-        return await self._operations.accept(
-            Submission(
-                project_id=project_id,
-                kind=KIND,
-                scope=direct_scope(project_id),
-                seq_id=None,
-                digest=digest(body),
-                body=body,
-                runtime=runtime,
-                model_id=None,
-                guard=guard,
-                finish=finish,
-                checkpoint_id=weights.checkpoint_id,
-                listener=listener,
-            )
+        submission = Submission(
+            project_id=project_id,
+            kind=KIND,
+            scope=direct_scope(project_id),
+            seq_id=None,
+            digest=digest(body),
+            body=body,
+            runtime=runtime,
+            model_id=None,
+            guard=guard,
+            finish=finish,
+            checkpoint_id=weights.checkpoint_id,
+            progress=progress,
         )
+        with self._room.place(project_id, runtime):
+            return await self._operations.accept(submission)
 
     async def resubmit(self, record: OperationRecord) -> None:
         """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing.
