@@ -41,11 +41,12 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
 
     from transformers import AutoTokenizer
 
-    from engines.sampling.torch_sampler import TorchSampler
     from engines.torch_engine.engine import TorchEngine
+    from workers.samplers import build_sampler, check_sampler
 
     if not issubclass(engine_class, TorchEngine):
         raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
+    check_sampler(spec)
     progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
@@ -63,14 +64,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    rollout = TorchSampler(
-        engine.model,
-        engine.router,
-        tokenizer,
-        sample_logprobs=spec.sample_logprobs,
-        max_rows=spec.max_sample_rows,
-        max_tokens=spec.max_sample_tokens,
-        max_loaded_adapters=spec.max_loaded_adapters,
-        aside_folder=idle_folder(spec, "samples"),
-    )
+    if spec.sampler != "torch":
+        progress("starting the sampler")
+    rollout = build_sampler(spec, engine, folder, info, tokenizer, idle_folder(spec, "samples"))
     return TinkerActorRolloutRefWorker(engine, rollout, info)
