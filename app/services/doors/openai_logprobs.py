@@ -46,7 +46,7 @@ def completion_logprobs(tokens: TextTokens, scored: Sequence[ScoredToken], top: 
 def prompt_scores(tokens: TextTokens, prompt: Sequence[int], result: SampleResult) -> tuple[ScoredToken, ...]:
     """The tokens of a prompt that was scored. Nothing comes before the first, so it has no logprob."""
     logprobs = result.prompt_logprobs
-    tops = top_rows(result.topk_prompt_logprobs, 0, len(prompt))
+    tops = top_rows(result.topk_prompt_logprobs, len(prompt))
     stream = TextStream(tokens)
     found: list[ScoredToken] = []
     for index, token in enumerate(prompt):
