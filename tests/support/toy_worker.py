@@ -128,7 +128,11 @@ class ToyEngine(BaseEngine):
         weight = self.adapter(batch.adapter_id).weight
         logprobs = tuple((weight * d.inputs["target_tokens"]).astype(np.float32) for d in batch.datums)
         loss = sum(float(-(d.inputs["weights"] * p).sum()) for d, p in zip(batch.datums, logprobs, strict=True))
-        return TrainResult(logprobs, {"loss:sum": loss})
+        metrics = {"loss:sum": loss}
+        if "logprobs" in batch.datums[0].inputs:
+            gaps = np.concatenate([abs(p - d.inputs["logprobs"]) for d, p in zip(batch.datums, logprobs, strict=True)])
+            metrics |= {"logprob_gap_abs:mean": float(gaps.mean()), "logprob_gap_abs:max": float(gaps.max())}
+        return TrainResult(logprobs, metrics)
 
     def forward_backward(self, batch: TrainBatch) -> TrainResult:
         adapter = self.adapter(batch.adapter_id)

@@ -148,7 +148,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 async def until_state(runtime: ModelRuntime, state: str) -> None:
-    await until(lambda: runtime.state == state)
+    await until(lambda: runtime.state == state, 60)
 
 
 def process_exists(pid: int) -> bool:
