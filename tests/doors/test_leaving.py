@@ -35,7 +35,7 @@ def _wait_for_end(doors: Doors, seconds: float) -> dict[str, Any] | None:
     raise AssertionError("it still draws")
 
 
-def test_a_stream_that_is_cut_stops_decoding(doors: Doors) -> None:
+def test_text_comes_while_it_is_drawn_and_a_stream_that_is_cut_stops_decoding(doors: Doors) -> None:
     body = {**LONG, "stream": True}
     with doors.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = 0

@@ -52,7 +52,7 @@ def prompt_scores(tokens: TextTokens, prompt: Sequence[int], result: SampleResul
     for index, token in enumerate(prompt):
         score = None if logprobs is None or index == 0 else float(logprobs[index])
         found += stream.add(token, score, tops[index] if index else None).tokens
-    return tuple(found)
+    return (*found, *stream.end("length")[0].tokens)
 
 
 def _alternatives(tokens: TextTokens, scored: ScoredToken) -> dict[str, float] | None:
