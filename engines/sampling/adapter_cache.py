@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
@@ -50,7 +50,14 @@ class AdapterCache:
 
     def wait(self, seconds: float) -> None:
         """Wait until one more folder was read, if any is being read."""
-        wait_for([future for future in self._reading.values() if not future.done()], timeout=seconds)
+        unfinished = [future for future in self._reading.values() if not future.done()]
+        wait_for(unfinished, timeout=seconds, return_when=FIRST_COMPLETED)
+
+    def forget(self, folder: str) -> None:
+        """Nobody will `acquire` what was asked for: what is read, or why it could not be, is not kept."""
+        future = self._reading.pop(folder, None)
+        if future is not None:
+            future.cancel()
 
     def acquire(self, folder: str) -> AdapterWeights:
         """The adapter of a folder; pair each call with `release`. Raises a `TinsmithError` that names no path."""

@@ -34,7 +34,8 @@ def _broken(runnings: Sequence[Running]) -> dict[str, TinsmithError]:
     failed: dict[str, TinsmithError] = {}
     for running in runnings:
         assert running.logits is not None
-        if bool(running.logits.amax(-1).isnan().any()):
+        # An infinite maximum has no distribution either; single tokens may well be impossible (-inf).
+        if not bool(running.logits.amax(-1).isfinite().all()):
             failed[running.request_id] = EngineFailure(
                 "the model's logits are not finite with this adapter", hint="its weights are broken"
             )

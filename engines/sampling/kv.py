@@ -84,10 +84,13 @@ class Holder:
 
     # -- out of memory and back ----------------------------------------------------------------------------------
     def put_aside(self, path: Path) -> None:
-        """Write the content to a file and free its memory."""
-        save_file(
-            {str(layer): buffer[:, :, :, : self.length].contiguous() for layer, buffer in self._layers.items()}, path
-        )
+        """Write the content to a file and free its memory. What fails leaves no file behind."""
+        content = {str(layer): buffer[:, :, :, : self.length].contiguous() for layer, buffer in self._layers.items()}
+        try:
+            save_file(content, path)
+        except Exception:
+            path.unlink(missing_ok=True)
+            raise
         self._device = next(iter(self._layers.values())).device
         self._layers, self._file = {}, path
 

@@ -46,7 +46,8 @@ class ModelFacts:
         head = OutputHead.of(model)
         widths -= {head.linear.out_features}  # its rows are counted apart
         multiple = row_multiple(widths, torch.get_num_threads(), LEAST_ROWS)
-        return SamplingPass(model, router, head, multiple or LEAST_ROWS)
+        shared = SamplingPass(model, router, head, multiple or LEAST_ROWS)
+        return shared if shared.fits() else PlainPass(model, router)
 
 
 def _routes_adapters(model: Any) -> bool:

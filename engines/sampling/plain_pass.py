@@ -76,9 +76,10 @@ class PlainPass:
             arguments["logits_to_keep"] = max(1, keep)
         with self._router.use([(adapter, slice(0, rows))]):
             output = self._model(input_ids=tokens.to(self.device), **arguments)
-        if output.cache is None:
+        cache = getattr(output, "cache", None)
+        if cache is None:
             raise EngineFailure(f"{type(self._model).__name__} keeps no cache, so it cannot be sampled")
-        holder.cache = output.cache
+        holder.cache = cache
         holder.length += new
         logits: Tensor = output.logits[:, output.logits.shape[1] - keep :]
         return logits.float()

@@ -7,6 +7,7 @@ rows, and attention runs per request on a grid of its own positions. Not respons
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from transformers import AttentionInterface
 from engines.lora import AdapterWeights, Router, Segments
 from engines.sampling.holders import AnyHolder
 from engines.sampling.kv import GROWTH, Holder
-from engines.torch_engine.attention import capped_attention, visible
+from engines.torch_engine.attention import capped_attention, check_known, visible
 from engines.torch_engine.head import OutputHead
 from schemas.errors import EngineFailure
+
+_log = logging.getLogger(__name__)
 
 LEAST_ROWS = 16
 """From so many rows on, products give each row the same bits (`torch_engine/invariance.py` looks)."""
@@ -66,6 +69,16 @@ class SamplingPass:
     def open(self) -> Holder:
         """An empty holder."""
         return Holder()
+
+    def fits(self) -> bool:
+        """Whether this model's attention can be computed here: tried out with a prompt of two tokens."""
+        try:
+            with torch.inference_mode():
+                self.run([Span(self.open(), torch.zeros(1, 2, dtype=torch.int64), 1, None)])
+        except (EngineFailure, RuntimeError, TypeError) as error:
+            _log.warning("%s is sampled one request at a time: %s", type(self._model).__name__, error)
+            return False
+        return True
 
     def run_spans(self, spans: Sequence[tuple[AnyHolder, Tensor, int, AdapterWeights | None]]) -> list[Tensor]:
         """See `AnyPass.run_spans`."""
@@ -111,7 +124,8 @@ class SamplingPass:
         with self._router.use(_segments(counts, filling)):
             logits = self._head.logits(chosen)
         parts = torch.split(logits[: len(wanted)], [count for _, count in counts])
-        return [part.view(len(span.tokens), span.keep, -1) for span, part in zip(spans, parts, strict=True)]
+        # The width is named: beside rows that draw there may be a piece of a prompt of which no logits are wanted.
+        return [part.view(len(span.tokens), span.keep, part.shape[1]) for span, part in zip(spans, parts, strict=True)]
 
     @contextmanager
     def _attention(self, spans: Sequence[tuple[Span, int]]) -> Iterator[None]:
@@ -160,6 +174,7 @@ def attend(
     spans = _Current.spans
     if spans is None or attention_mask is not None:
         raise EngineFailure("attention of samples outside of a pass of samples")
+    check_known(unused)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     # The rows behind the last span fill the pass; what they compute is nobody's.
     output = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])

@@ -152,7 +152,11 @@ class TorchSampler(SamplingEngine):
 
     def cancel(self, request_id: str) -> None:
         """See `SamplingEngine.cancel`."""
+        asked = {plan.request.adapter_folder for name, plan in self._waiting if name == request_id}
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request_id)
+        for folder in asked - {plan.request.adapter_folder for _, plan in self._waiting}:
+            if folder is not None:
+                self._adapters.forget(folder)
         self._leave(request_id)
 
     def _plan(self, request: Sample) -> Plan:
@@ -186,8 +190,7 @@ class TorchSampler(SamplingEngine):
         with torch.inference_mode():
             self._draw(result)
             self._admit(result)
-            self._make_room()
-            work = self._work()
+            work = self._work(self._make_room(result))
             for running, logits in self._run(work, result):
                 self._take(running, logits, result)
         if not work and not result.ended and self._waiting:
@@ -268,25 +271,51 @@ class TorchSampler(SamplingEngine):
             running.position = running.cached
             self._counts["cached"] += running.cached
 
-    def _make_room(self) -> None:
-        """See that everybody can grow: forget prefixes, put the youngest aside, or bring some back."""
+    def _make_room(self, result: SampleStep) -> set[str]:
+        """See that everybody can grow: forget prefixes, put the youngest aside, or bring some back.
+
+        Returns the requests that have nothing to put aside yet, and must not begin in this step. A request whose file
+        cannot be written or read fails alone.
+        """
+        held_back: set[str] = set()
         if not self._pass.shares:
-            return
+            return held_back
         running = [one for one in self._running.values() if not _is_aside(one)]
         wanted = sum(self._growing(one) for one in running)
         while wanted > self._max_tokens and len(running) > 1:
             youngest = running.pop()
             wanted -= self._growing(youngest)
             if youngest.holder.tokens and isinstance(youngest.holder, Holder):
-                self._aside_folder.mkdir(parents=True, exist_ok=True)
-                youngest.holder.put_aside(self._aside_folder / f"{uuid.uuid4().hex}.safetensors")
-        for one in self._running.values():
+                self._move(youngest, self._put_aside, result)
+            else:
+                held_back.add(youngest.request_id)
+        for one in list(self._running.values()):
             if isinstance(one.holder, Holder) and one.holder.aside:
                 if wanted + self._growing(one) > self._max_tokens:
                     break
-                wanted += self._growing(one)
-                one.holder.bring_back()
+                if self._move(one, Holder.bring_back, result):
+                    wanted += self._growing(one)
         self._prefixes.drop(-(-(wanted + self._prefixes.tokens - self._max_tokens) // GROWTH))
+        return held_back
+
+    def _put_aside(self, holder: Holder) -> None:
+        self._aside_folder.mkdir(parents=True, exist_ok=True)
+        holder.put_aside(self._aside_folder / f"{uuid.uuid4().hex}.safetensors")
+
+    def _move(self, running: Running, move: Callable[[Holder], None], result: SampleStep) -> bool:
+        """Between memory and file; whether that worked."""
+        assert isinstance(running.holder, Holder)
+        try:
+            move(running.holder)
+        except Exception:
+            _log.exception("a request could not be put aside or brought back")
+            error = EngineFailure(
+                "the server had no room for this sample beside others, and could not set it aside on its disk",
+                hint="try again; the server's administrator should look at the disk of its data folder",
+            )
+            self._end(running.request_id, error, result)
+            return False
+        return True
 
     def _growing(self, running: Running) -> int:
         """Tokens that a request takes in the coming pass."""
@@ -295,9 +324,9 @@ class TorchSampler(SamplingEngine):
         return running.plan.request.num_samples * -(-(running.plan.length + 1) // GROWTH) * GROWTH
 
     # -- passes --------------------------------------------------------------------------------------------------
-    def _work(self) -> list[tuple[Running, Tensor, int]]:
+    def _work(self, held_back: set[str]) -> list[tuple[Running, Tensor, int]]:
         """The new tokens [rows, n] of this step and how many logits of each row are wanted."""
-        here = [running for running in self._running.values() if not _is_aside(running)]
+        here = [one for one in self._running.values() if not _is_aside(one) and one.request_id not in held_back]
         drawing = [running for running in here if not running.reading]
         work = [(running, torch.tensor([[row.tokens[-1]] for row in running.alive]), 1) for running in drawing]
         budget = self._prefill_tokens if drawing else 4 * self._prefill_tokens

@@ -7,7 +7,7 @@ else (sampling, checks) runs on the model's own implementation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,9 +76,7 @@ def attend(
     pack = _Current.pack
     if pack is None or query.shape[2] != pack.rows or attention_mask is not None:
         raise EngineFailure("packed attention outside of a packed pass")
-    for name in _UNSUPPORTED:
-        if unused.get(name) is not None:
-            raise EngineFailure(f"packed attention does not know {name}")
+    check_known(unused)
     outputs = []
     for run in pack.runs:
         q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))
@@ -95,6 +93,13 @@ def attend(
             )
         outputs.append(out.transpose(1, 2).reshape(run.count * run.length, *query.shape[1::2]))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+
+
+def check_known(arguments: Mapping[str, Any]) -> None:
+    """Raise `EngineFailure` if a model asks for more than a causal attention here can do (sinks, position biases)."""
+    for name in _UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise EngineFailure(f"attention over many sequences does not know {name}")
 
 
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
