@@ -31,6 +31,9 @@ _TURNS = frozenset({"run_micro_batch", "sample_turn"})
 """Calls whose time is bounded by what they are asked for."""
 _LONGEST_SLOT = 2.0
 """Seconds that waiting training, or sampling, owes the other one at most."""
+_FREE_TURN = 0.05
+"""Seconds of a turn of sampling while training has nothing to do: new training work waits for no longer, or for the few
+steps of `decode_slice`."""
 _SAMPLE_TURN = 0.1
 """Seconds of a turn of sampling beside training: long enough that the way to the worker costs little, short enough that
 new samples join and cancelled ones stop soon."""
@@ -245,7 +248,7 @@ class ModelRuntime:
         A client that trains step by step comes back a moment later: it is owed that turn, but no more.
         """
         began = self._clock()
-        sampled = await self._sampling.advance(0.0)
+        sampled = await self._sampling.advance(_FREE_TURN)
         self._owed = -min(self._clock() - began, _LONGEST_SLOT) if sampled else 0.0
         return sampled
 

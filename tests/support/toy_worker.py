@@ -39,6 +39,7 @@ from schemas.operations import (
     SavedAdapter,
     StepParams,
     StepResult,
+    TopK,
     TrainBatch,
     TrainResult,
 )
@@ -287,7 +288,12 @@ class ToySampler(SamplingEngine):
         return sample.params.max_tokens or 16
 
     def _delta(self, sample: Sample, row: int, place: int) -> SampleDelta:
-        return SampleDelta(row, self._tokens(sample, row)[place : place + 1], np.zeros(1, np.float32))
+        tokens = self._tokens(sample, row)[place : place + 1]
+        topk = None
+        if sample.topk_sample_logprobs:
+            ids = tokens[:, None] + np.arange(sample.topk_sample_logprobs, dtype=np.int32)
+            topk = TopK(ids, np.zeros(ids.shape, np.float32))
+        return SampleDelta(row, tokens, np.zeros(1, np.float32), topk)
 
     def _tokens(self, sample: Sample, row: int) -> NDArray[np.int32]:
         shift = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,13 @@ class Listener:
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
+        self.calls = self.tops = 0
 
     def __call__(self, delta: SampleDelta) -> None:
         assert len(delta.tokens) == len(delta.logprobs) > 0
+        self.calls += 1
+        assert delta.topk is None or delta.topk.ids.tolist() == [[token, token + 1] for token in delta.tokens]
+        self.tops += delta.topk is not None
         self.tokens.setdefault(delta.index, []).extend(int(token) for token in delta.tokens)
 
 
@@ -163,7 +168,7 @@ async def test_a_stream_tells_every_token_once_before_the_result() -> None:
         outcome = client.submit(sample(rows=3, tokens=50), progress=listener)
         quiet = await value(client.submit(sample(rows=3, tokens=50)))
         result = await value(outcome)
-        await until(lambda: not group.worker.rollout.load.active)
+        assert listener.calls <= 3 * group.calls.count("sample_turn"), "one for each sequence and turn"
         for index, sequence in enumerate(result.sequences):
             assert listener.tokens[index] == list(sequence.tokens)
         assert [list(one.tokens) for one in quiet.sequences] == [list(one.tokens) for one in result.sequences]
@@ -173,7 +178,8 @@ async def test_a_stream_goes_on_after_its_worker_died_without_telling_anything_t
     group = toy_group(step_seconds=0.002)
     async with running(group, decode_slice=3) as (runtime, client, _):
         listener = Listener()
-        outcome = client.submit(sample(rows=2, tokens=100), request_id="s", progress=listener)
+        request = replace(sample(rows=2, tokens=100), topk_sample_logprobs=2)
+        outcome = client.submit(request, request_id="s", progress=listener)
         seeds = []
         for part in (10, 40):
             await until(lambda part=part: len(listener.tokens.get(0, ())) >= part)  # type: ignore[misc]
@@ -189,6 +195,7 @@ async def test_a_stream_goes_on_after_its_worker_died_without_telling_anything_t
         for index, sequence in enumerate(result.sequences):
             assert listener.tokens[index] == list(sequence.tokens)
         assert client.started == ["s", "s", "s"]
+        assert listener.tops == listener.calls
 
 
 async def test_a_listener_that_raises_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
