@@ -291,7 +291,7 @@ class ToySampler(SamplingEngine):
         tokens = self._tokens(sample, row)[place : place + 1]
         topk = None
         if sample.topk_sample_logprobs:
-            ids = tokens[:, None] + np.arange(sample.topk_sample_logprobs, dtype=np.int32)
+            ids = (tokens[:, None] + np.arange(sample.topk_sample_logprobs)).astype(np.int32)
             topk = TopK(ids, np.zeros(ids.shape, np.float32))
         return SampleDelta(row, tokens, np.zeros(1, np.float32), topk)
 
