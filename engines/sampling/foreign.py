@@ -175,15 +175,14 @@ class ForeignSampler(SamplingEngine):
             self._forget(running)
 
     def step(self) -> SampleStep:
-        """See `SamplingEngine.step`. If the other program is lost, all requests end with that error."""
+        """See `SamplingEngine.step`. Raises if the other program is lost; all requests are forgotten then."""
         started, step = time.monotonic(), SampleStep()
         try:
             news = self._advance() if self._running else ()
-        except TinsmithError as error:
-            step.ended = dict.fromkeys(self._running, error)
-            self._running.clear()
+        except TinsmithError:
+            self._running.clear()  # whoever hands samples over may hand them over again
             self._owner.clear()
-            news = ()
+            raise
         drawn = cached = prompt = 0
         for item in news:
             running = self._owner.get(item.key)
