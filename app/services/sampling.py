@@ -21,7 +21,6 @@ from app.codec import (
     decode_operation,
     digest,
     encode_operation,
-    encode_result,
     sample_operation,
 )
 from app.services.base_models import BaseModels
@@ -30,10 +29,10 @@ from app.services.limits import check_sample
 from app.services.operations import Finished, Operations, Submission, unreadable
 from app.services.paths import direct_scope, is_direct, sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
+from app.services.sample_results import KIND, sample_encoder
 from app.services.sample_room import SampleRoom
 from app.services.stability import Stability
 from app.services.training import request_digest
-from app.services.usage import sample_tokens
 from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError, TooManyRequests, Unavailable
 from schemas.operations import OperationResult, Sample, SampleDelta, SampleResult
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
@@ -45,7 +44,6 @@ from store.records import OperationRecord, SamplerRecord
 
 logger = logging.getLogger(__name__)
 
-KIND = "sample"
 MAX_MOVES = 20
 """How often the weights of a sampler may be replaced while one request for it is being accepted."""
 
@@ -228,7 +226,7 @@ class Sampling:
                 runtime=runtime,
                 model_id=None,
                 guard=guard,
-                finish=_finish(parsed.operation, parsed.sparse_targets),
+                finish=sample_encoder(parsed.operation, parsed.sparse_targets),
                 checkpoint_id=weights.checkpoint_id,
                 also=self._stability.recorder(sampler.base_model, parsed.operation),
             )
@@ -279,7 +277,7 @@ class Sampling:
         sample = replace(sample, adapter_folder=weights.folder)
         check_sample(sample, runtime.info, self._max_sample_tokens)
         body = await asyncio.to_thread(encode_operation, KIND, sample)
-        encode = _finish(sample, False)
+        encode = sample_encoder(sample, False)
 
         def finish(outcome: OperationResult) -> Finished:
             if isinstance(outcome, SampleResult):
@@ -341,7 +339,7 @@ class Sampling:
             runtime=runtime,
             model_id=None,
             guard=guard,
-            finish=_finish(operation, sparse),
+            finish=sample_encoder(operation, sparse),
             also=self._stability.recorder(sampler.base_model, operation),
         )
         self._operations.dispatch(record, submission)
@@ -405,18 +403,6 @@ def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> 
         encode_operation(KIND, parsed.operation, {"sparse_targets": parsed.sparse_targets}),
         request_digest(request),
     )
-
-
-def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult], Finished]:
-    """What encodes a result. It is kept while the sample waits, so it holds no more of the sample than it needs."""
-    targets = sample.target_prompt_logprobs if sparse_targets else None
-    length = len(sample.prompt)
-
-    def finish(outcome: OperationResult) -> Finished:
-        data, content_type = encode_result(KIND, outcome, sparse_targets=targets)
-        return Finished(data, content_type, tokens=sample_tokens(length, outcome))
-
-    return finish
 
 
 def sequence_ids(record: OperationRecord, num_samples: int) -> list[str]:
