@@ -13,7 +13,8 @@ import pytest
 
 from tests.doors.conftest import CHAT, MODEL, PROMPT, Doors
 
-LONG = {"model": MODEL, "messages": CHAT, "stop": ["\0never"], "max_tokens": 8000, "seed": 3}
+LONG = {"model": MODEL, "messages": CHAT, "max_tokens": 8000, "temperature": 0}
+"""Greedy, the tiny model goes round in circles: it takes all its tokens, for many seconds."""
 
 
 def _last(doors: Doors) -> tuple[str, dict[str, Any] | None]:
@@ -51,10 +52,8 @@ def test_text_comes_while_it_is_drawn_and_a_stream_that_is_cut_stops_decoding(do
 
 def test_a_client_that_does_not_wait_stops_decoding(doors: Doors) -> None:
     for path in ("/v1/chat/completions", "/anthropic/api/v1/messages"):
-        body = {key: value for key, value in LONG.items() if key not in ("stop", "seed")}
-        names = {"stop_sequences": ["\0never"]} if "messages" in path else {"stop": ["\0never"]}
         with doors.http() as client, pytest.raises(httpx.ReadTimeout):
-            client.post(path, json={**body, **names}, timeout=httpx.Timeout(10, read=0.7))
+            client.post(path, json=LONG, timeout=httpx.Timeout(10, read=0.7))
         error = _wait_for_end(doors, 5)
         assert error is not None
         assert error["code"] == "cancelled"

@@ -106,27 +106,36 @@ class TextAnswer:
         """Nobody waits any more: stop what still draws. Must be called at the end; doing it again changes nothing."""
         self._run.drop()
 
-    async def follow(
-        self, disconnected: Disconnected, *, pause: float | None = None
-    ) -> AsyncGenerator[TextNews | None]:
-        """The text as it comes; None when nothing came for `pause` seconds. Raises as `DoorRun.follow`."""
+    async def follow(self, disconnected: Disconnected, *, pause: float | None = None) -> AsyncGenerator[list[TextNews]]:
+        """The text as it comes, a piece for each token of a stream; an empty list after `pause` seconds without.
+
+        Raises as `DoorRun.follow`.
+        """
         asked = self.asked
         streams = [self._stream(choice) for choice in range(len(asked.prompts) * asked.n)]
         async with aclosing(self._run.follow(disconnected, pause=pause)) as news:
             async for each in news:
                 if each is None:
-                    yield None
+                    yield []
                     continue
                 choice = each.sample * asked.n + each.index
-                told = self._tell(each, choice, streams[choice])
-                if told.piece or told.finish is not None:
+                if isinstance(each, Drawn):
+                    told = self._drawn(each, choice, streams[choice])
+                else:
+                    told = [self._ended(each, choice, streams[choice])]
+                if told:
                     yield told
 
-    def _tell(self, news: Drawn | Ended, choice: int, stream: TextStream) -> TextNews:
-        nothing = self.asked.max_tokens == 0
-        if isinstance(news, Drawn):
-            return TextNews(choice, joined([stream.add(*token) for token in news.tokens if not nothing]))
-        if nothing:
+    def _drawn(self, news: Drawn, choice: int, stream: TextStream) -> list[TextNews]:
+        if self.asked.max_tokens == 0:
+            return []
+        pieces = [stream.add(*token) for token in news.tokens]
+        if not self.asked.stream:
+            pieces = [joined(pieces)]
+        return [TextNews(choice, piece) for piece in pieces if piece]
+
+    def _ended(self, news: Ended, choice: int, stream: TextStream) -> TextNews:
+        if self.asked.max_tokens == 0:
             return TextNews(choice, TextPiece(), "length")
         piece, finish = stream.end(news.stop_reason)
         if stream.stopped_by is not None and stream.stopped_by not in self.asked.stops:

@@ -86,8 +86,8 @@ class AnthropicDoor:
         texts: list[str] = []
         last: TextNews | None = None
         async with aclosing(accepted.answer.follow(disconnected)) as news:
-            async for each in news:
-                if each is not None:
+            async for told in news:
+                for each in told:
                     texts.append(each.piece.text)
                     last = each
         return MessageResponse(
@@ -105,14 +105,14 @@ class AnthropicDoor:
         yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         last: TextNews | None = None
         async with aclosing(accepted.answer.follow(disconnected, pause=PAUSE)) as news:
-            async for each in news:
-                if each is None:
+            async for told in news:
+                if not told:
                     yield _event("ping")
                     continue
-                last = each
-                if each.piece.text:
-                    delta = {"type": "text_delta", "text": each.piece.text}
-                    yield _event("content_block_delta", index=0, delta=delta)
+                last = told[-1]
+                deltas = b"".join(_text_delta(each.piece.text) for each in told if each.piece.text)
+                if deltas:
+                    yield deltas
         yield _event("content_block_stop", index=0)
         reason = _STOP_REASON[(last and last.finish) or "length"]
         ended = {"stop_reason": reason, "stop_sequence": last.stopped_by if last is not None else None}
@@ -208,6 +208,10 @@ def _begun(accepted: AnthropicAnswer) -> dict[str, Any]:
         "stop_sequence": None,
         "usage": usage.model_dump(),
     }
+
+
+def _text_delta(text: str) -> bytes:
+    return _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
 
 def _event(name: str, **data: Any) -> bytes:

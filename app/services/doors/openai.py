@@ -89,8 +89,8 @@ class OpenAIDoor:
         pieces: list[list[TextPiece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
         ends: dict[int, TextNews] = {}
         async with aclosing(accepted.answer.follow(disconnected)) as news:
-            async for each in news:
-                if each is not None:
+            async for told in news:
+                for each in told:
                     pieces[each.choice].append(each.piece)
                     if each.finish is not None:
                         ends[each.choice] = each
@@ -102,12 +102,10 @@ class OpenAIDoor:
         for first in shape.first():
             yield first
         async with aclosing(accepted.answer.follow(disconnected, pause=PAUSE)) as news:
-            async for each in news:
-                if each is None:
-                    yield KEEP_ALIVE
-                    continue
-                for chunk in shape.of(each):
-                    yield chunk
+            async for told in news:
+                data = b"".join(chunk for each in told for chunk in shape.of(each)) if told else KEEP_ALIVE
+                if data:
+                    yield data
         if accepted.with_usage:
             yield shape.usage()
         yield DONE
