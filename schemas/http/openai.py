@@ -146,7 +146,7 @@ class ChatMessage(RequestModel):
     refusal: None = Field(None, description="As in an answer.")
     audio: None = Field(None, description="As in an answer.")
     function_call: None = Field(None, description="As in an answer.")
-    annotations: Annotated[Items[Any], Field(max_length=0)] | None = Field(None, description="As in an answer.")
+    annotations: Annotated[Items[dict[str, Any]], Field(max_length=0)] | None = Field(None, description="As in an answer.")
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
