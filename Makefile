@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: setup serve demo test lint format bench compat clients cookbook docs openapi proto lock clean
+.PHONY: engine-venv setup serve demo test lint format bench compat clients cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
 $(VENV)/.ready: pyproject.toml constraints.txt docker/setup.sh docker/install_torch.py
 	PYTHON=$(PYTHON) ./docker/setup.sh $(VENV) && touch $@
+
+engine-venv:  ## build the environment of an engine that has one of its own: make engine-venv NAME=vllm
+	PYTHON=$(PYTHON) ./docker/engine_env.sh $(NAME)
 
 serve: setup  ## start the server on 127.0.0.1 with the default model
 	exec $(VENV)/bin/tinsmith serve $(ARGS)

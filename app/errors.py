@@ -2,6 +2,8 @@
 
     {"detail": "...", "error": {"code", "category", "field", "hint", "request_id"}}
 
+The routes for clients of other protocols answer in the shapes that those clients read (`error_shapes.py`).
+
 Responsible for rendering; what can go wrong is in `schemas/errors.py`. Every error is sent whole with a Content-Length
 (the SDK takes a 400 without one for a broken proxy), and nothing of the server's inside (paths, tracebacks) is in it.
 """
@@ -18,11 +20,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from app.error_shapes import shaped
 from schemas.errors import (
     InvalidRequest,
     InvalidToken,
     PayloadTooLarge,
     TinsmithError,
+    TooManyRequests,
     Unavailable,
     UnsupportedMediaType,
 )
@@ -40,21 +44,21 @@ def error_body(error: TinsmithError, request_id: str | None) -> dict[str, Any]:
     return _body(error.message, error.code, error.category, error.field, error.hint, request_id)
 
 
-def render(error: TinsmithError, request_id: str | None) -> Response:
-    """The HTTP answer for `error`."""
+def render(error: TinsmithError, request_id: str | None, path: str) -> Response:
+    """The HTTP answer for `error`, in the shape that the clients of `path` read."""
     headers: dict[str, str] = {}
-    if error.status == Unavailable.status:
+    if error.status in (Unavailable.status, TooManyRequests.status):
         headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     if error.status == 401:
         invalid = ', error="invalid_token"' if isinstance(error, InvalidToken) else ""
         headers["WWW-Authenticate"] = f'Bearer realm="tinsmith"{invalid}'
-    return _json(error.status, error_body(error, request_id), headers)
+    return _json(error.status, shaped(path, error.status, error_body(error, request_id)), headers)
 
 
-def render_unexpected(request_id: str | None) -> Response:
+def render_unexpected(request_id: str | None, path: str) -> Response:
     """The answer when the server itself is at fault; the log has the rest under the same request id."""
     message = "the server failed to handle this request; its log has the details under this request id"
-    return _json(500, _body(message, "internal", "server", None, None, request_id), {})
+    return _json(500, shaped(path, 500, _body(message, "internal", "server", None, None, request_id)), {})
 
 
 def validation_error(problems: Sequence[Mapping[str, Any]]) -> InvalidRequest:
@@ -85,7 +89,7 @@ def install(app: FastAPI) -> None:
 
 async def _on_tinsmith(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinsmithError)
-    return render(error, request_id_of(request))
+    return render(error, request_id_of(request), request.url.path)
 
 
 async def _on_validation(request: Request, error: Exception) -> Response:
@@ -99,15 +103,16 @@ async def _on_validation(request: Request, error: Exception) -> Response:
                 f"Content-Type {sent!r} is not read here; send application/json", field="Content-Type"
             ),
             request_id_of(request),
+            request.url.path,
         )
-    return render(validation_error(problems), request_id_of(request))
+    return render(validation_error(problems), request_id_of(request), request.url.path)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     request_id = request_id_of(request)
     if error.status_code == PayloadTooLarge.status:
-        return render(PayloadTooLarge(str(error.detail)), request_id)
+        return render(PayloadTooLarge(str(error.detail)), request_id, request.url.path)
     code = _STATUS_CODES.get(error.status_code, "invalid_request" if error.status_code < 500 else "internal")
     category = "user" if error.status_code < 500 else "server"
     message, hint = str(error.detail), None
@@ -116,7 +121,8 @@ async def _on_http(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.url.path[:200]} does not take {request.method}; it takes {allowed}"
-    return _json(error.status_code, _body(message, code, category, None, hint, request_id), dict(error.headers or {}))
+    body = shaped(request.url.path, error.status_code, _body(message, code, category, None, hint, request_id))
+    return _json(error.status_code, body, dict(error.headers or {}))
 
 
 def _field(loc: Sequence[int | str]) -> str:

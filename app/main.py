@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI
 
 from app import errors, openapi
 from app.auth import Authenticator, AuthMiddleware
+from app.error_shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
 from app.groups import local_groups
 from app.lifecycle import Lifecycle
 from app.middleware import BodyLimit, DrainGate, HostCheck, RequestContext
@@ -17,6 +18,7 @@ from app.presence import Presence
 from app.readiness import Readiness
 from app.routes import (
     account,
+    anthropic,
     audit,
     billing,
     capabilities,
@@ -27,6 +29,7 @@ from app.routes import (
     futures,
     health,
     models,
+    openai,
     runs,
     sampling,
     sessions,
@@ -87,6 +90,7 @@ def create_app(settings: Settings, *, group_factory: GroupFactory | None = None)
         app.include_router(router, prefix=API, responses=openapi.ERRORS, dependencies=[openapi.KEY])
     app.include_router(traces.files, prefix=API, responses=openapi.ERRORS)
     app.include_router(exports.files, prefix=API, responses=openapi.ERRORS)
+    _include_doors(app)
     app.include_router(health.router, prefix=API)
     app.include_router(health.router, include_in_schema=False)
     # The last one added is the outermost.
@@ -96,6 +100,18 @@ def create_app(settings: Settings, *, group_factory: GroupFactory | None = None)
     app.add_middleware(HostCheck, host=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(RequestContext)
     return app
+
+
+def _include_doors(app: FastAPI) -> None:
+    """The routes for clients of other protocols. Each is described once, and also below the short /v1."""
+    for router, prefixes, errors_of in (
+        (anthropic.router, (*ANTHROPIC_PREFIXES, "/v1"), openapi.ANTHROPIC_ERRORS),
+        (openai.router, OPENAI_PREFIXES, openapi.OPENAI_ERRORS),
+    ):
+        for number, prefix in enumerate(prefixes):
+            app.include_router(
+                router, prefix=prefix, responses=errors_of, dependencies=[openapi.KEY], include_in_schema=number == 0
+            )
 
 
 def _lifespan(

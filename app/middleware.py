@@ -120,14 +120,14 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_headers)
         except TinsmithError as error:
-            await render(error, request_id)(scope, receive, send_with_headers)
+            await render(error, request_id, scope["path"])(scope, receive, send_with_headers)
         except ClientDisconnect:
             logger.debug("the client went away", extra={"request_id": request_id})
         except Exception:
             logger.exception("unexpected failure", extra={"request_id": request_id})
             if status is not None:
                 raise  # the answer has begun: only cutting the connection tells the client
-            await render_unexpected(request_id)(scope, receive, send_with_headers)
+            await render_unexpected(request_id, scope["path"])(scope, receive, send_with_headers)
         finally:
             self._log(scope, request_id, status, began)
 

@@ -21,6 +21,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from schemas import requests, responses
+from schemas.http.anthropic import AnthropicErrorResponse, CountTokensRequest, MessagesRequest
+from schemas.http.openai import ChatCompletionRequest, CompletionRequest, OpenAIErrorResponse
 from schemas.responses import ErrorResponse
 
 PROTOBUF = "application/x-protobuf"
@@ -43,6 +45,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The server is starting or stopping; try again after `Retry-After` seconds.",
     }.items()
 }
+
+_TOO_MANY = "Too many samples of the project are open; try again after `Retry-After` seconds."
+
+
+def _errors_of(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    told = {**{status: each["description"] for status, each in ERRORS.items()}, 429: _TOO_MANY}
+    return {status: {"model": model, "description": description} for status, description in told.items()}
+
+
+OPENAI_ERRORS = _errors_of(OpenAIErrorResponse)
+ANTHROPIC_ERRORS = _errors_of(AnthropicErrorResponse)
+
+EVENT_STREAMS = frozenset({"openai_completions", "openai_chat_completions", "anthropic_messages"})
+"""By operation id: answered with events if the body says `stream: true`."""
 
 RAW_BODIES: dict[str, type[BaseModel]] = {
     "client_config": requests.ClientConfigRequest,
@@ -75,6 +91,10 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "unload_model": requests.UnloadModelRequest,
     "weights_info": requests.WeightsInfoRequest,
     "set_checkpoint_ttl": requests.SetTtlRequest,
+    "openai_completions": CompletionRequest,
+    "openai_chat_completions": ChatCompletionRequest,
+    "anthropic_messages": MessagesRequest,
+    "anthropic_count_tokens": CountTokensRequest,
 }
 """By operation id. The routes parse bodies by themselves, strictly: FastAPI would take a key that is given twice."""
 
@@ -127,6 +147,10 @@ def build(app: FastAPI) -> dict[str, Any]:
             name = operation["operationId"]
             if name in RAW_BODIES:
                 operation["requestBody"] = _body(name)
+            if name in EVENT_STREAMS:
+                operation["responses"]["200"]["content"]["text/event-stream"] = {
+                    "schema": {"type": "string", "description": "Server-sent events, with `stream: true`."}
+                }
             if name == "retrieve_future":
                 _describe_future(operation)
     for unused in ("HTTPValidationError", "ValidationError"):

@@ -160,13 +160,40 @@ class Settings(BaseSettings):
         description="Tokens (prompts and what is drawn) that all sequences being generated may hold at once on each "
         "base model; the default model keeps 46 kB of memory for each in float32. Samples that do not fit wait.",
     )
+    max_waiting_samples: Count = Field(
+        4096,
+        description="Samples of one project that may wait on each base model. Beyond it `asample` answers 429, on "
+        "which clients pause and send the sample again until it is taken.",
+    )
     decode_slice: Count = Field(
-        8, description="Tokens that are generated before waiting training work gets its turn again."
+        8,
+        description="Tokens of each sequence that a turn of sampling generates at least; new samples join, and "
+        "cancelled ones leave, between turns. Training and sampling get equal shares of time if both have work.",
     )
     sample_logprobs: Literal["tempered", "plain"] = Field(
         "tempered",
         description="Log-probabilities of sampled tokens: of the distribution that was drawn from (scaled by the "
         "temperature), or of the plain model at temperature 1.",
+    )
+    sampler: str = Field(
+        "torch",
+        pattern=r"^(torch|vllm|https?://[^/]+/(.*/)?v1/?)$",
+        description="What draws samples. torch: the trainer's own copy of the weights. vllm: vLLM, in an environment "
+        "and a process of its own, with a second copy. An address that ends in /v1: an OpenAI-compatible server that "
+        "has the same base model and answers with token ids. See docs/vllm.md.",
+    )
+    sampler_python: Path | None = Field(
+        None,
+        description="Python interpreter of the environment that has vLLM. Unset: the one that "
+        "`make engine-venv NAME=vllm` makes.",
+    )
+    sampler_memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="Key-value cache of sampler vllm in GiB. Unset: 2 on a CPU; on a GPU what fits, with vLLM's copy "
+        "of the weights, within 40 % of its memory.",
+    )
+    sampler_max_rank: Annotated[int, Field(ge=1, le=512)] = Field(
+        64, description="Largest LoRA rank that sampler vllm takes; it reserves memory for it."
     )
     sample_max_concurrent_requests: Count = Field(
         512,

@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.operations import LORA_ALPHA, LoraSpec
@@ -27,6 +28,8 @@ FAMILIES: tuple[Family, ...] = ("attn", "mlp", "unembed")
 
 _ATTENTION = re.compile(r"(^|_)(attn|attention)(_|$)")
 _MLP = re.compile(r"(^|_)(mlp|ffn|feed_forward|feedforward|experts?|moe)(_|$)")
+_LEAST_ROWS = 16
+"""Products of fewer rows sum in another order on some CPUs."""
 _MLP_LEAVES = frozenset({"fc1", "fc2"})
 _ROUTER_LEAVES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"})
 _OTHER_TOWERS = frozenset({"visual", "vision_tower", "vision_model", "audio_tower", "audio_model"})
@@ -200,8 +203,10 @@ class LoraLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         y = self.product(x, flat)
         for part in parts:
-            down = torch.mm(flat[part.rows].float(), part.down.t())
-            y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
+            rows = _enough(_aligned(flat[part.rows].float()))
+            delta = torch.mm(torch.mm(rows, part.down.t()), part.up.t())
+            own = y[part.rows]
+            own.add_(delta[: len(own)], alpha=part.scaling)
         return y.view(*x.shape[:-1], -1)
 
     def product(self, x: Tensor, flat: Tensor) -> Tensor:
@@ -261,6 +266,12 @@ def _aligned(rows: Tensor) -> Tensor:
     if rows.device.type == "cpu" and rows.data_ptr() % 64:
         return rows.clone(memory_format=torch.contiguous_format)
     return rows
+
+
+def _enough(rows: Tensor) -> Tensor:
+    """At least so many rows that a product gives each the bits that it has among more of them."""
+    missing = _LEAST_ROWS - len(rows)
+    return functional.pad(rows, (0, 0, 0, missing)) if missing > 0 and rows.device.type == "cpu" else rows
 
 
 def linear_families(model: nn.Module) -> dict[str, Family]:

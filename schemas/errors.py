@@ -109,6 +109,13 @@ class Unavailable(TinsmithError):
     status, category, default_code = 503, "server", "unavailable"
 
 
+class TooManyRequests(TinsmithError):
+    """Too much of a project waits already (429). Only for samples, and never for what will not pass: the SDK sends a
+    sample again until it is taken."""
+
+    status, category, default_code = 429, "user", "too_many_requests"
+
+
 class NonFiniteGradient(InvalidRequest):
     """The accumulated gradient is not finite: the step is refused, the weights stay, the gradient is cleared."""
 

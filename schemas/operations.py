@@ -178,6 +178,10 @@ class Sample:
     prompt_logprobs_last_n: int | None = None
     plain_logprobs: bool = False
     """Whether the sequences carry the model's own logprobs beside the reported ones."""
+    stream: bool = False
+    """Whether new tokens are told as they are drawn (`SampleDelta`)."""
+    cache_domain: str = ""
+    """Prompts share what was computed for their common beginning only within one domain (a project)."""
 
     def most_tokens(self, context_length: int) -> int:
         """The most tokens that its rows can hold at once: what it may need of the key-value cache."""
@@ -221,6 +225,68 @@ class SampleResult:
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:,.2f} GB" if size < 10e9 else f"{size / 1e9:,.0f} GB"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleDelta:
+    """New tokens of one sequence of a request: int32 [n], their logprobs float32 [n], and [n, k] alternatives if the
+    request asked for `topk_sample_logprobs` (None: they come with the result)."""
+
+    index: int
+    tokens: NDArray[np.int32]
+    logprobs: Float32
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTurn:
+    """One turn of a sampling engine: forget `cancelled`, take `added` in, then step.
+
+    It steps `steps` times, and on until `seconds` have passed; it ends early when room for other requests was made.
+    """
+
+    added: Mapping[str, Sample] = field(default_factory=dict)
+    cancelled: tuple[str, ...] = ()
+    steps: int = 8
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerLoad:
+    """How full a sampling engine is. `waiting` requests were taken in but have no room yet; tokens are those of the
+    key-value cache, cached prefixes that may be dropped apart (`prefix_tokens`)."""
+
+    active: int = 0
+    """Requests taken in and not ended, waiting ones included."""
+    waiting: int = 0
+    rows: int = 0
+    max_rows: int = 0
+    tokens: int = 0
+    max_tokens: int = 0
+    prefix_tokens: int = 0
+    preempted: int = 0
+    """Requests whose cache was put aside for want of room."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleStats:
+    """What a sampling engine did: tokens of prompts that were read or found in the prefix cache, tokens drawn."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    drawn_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTurnResult:
+    """The requests that ended in this turn, and the new tokens of those that stream."""
+
+    ended: Mapping[str, SampleResult | TinsmithError]
+    deltas: Mapping[str, tuple[SampleDelta, ...]] = field(default_factory=dict)
+    load: SamplerLoad = field(default_factory=SamplerLoad)
+    stats: SampleStats = field(default_factory=SampleStats)
 
 
 @dataclass(frozen=True, slots=True)

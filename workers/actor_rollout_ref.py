@@ -1,24 +1,23 @@
 """One worker that trains (actor), samples (rollout) and scores against the base model (ref) on one copy of the weights.
 
-Responsible for putting the parts together and for the running generations. Not responsible for scheduling: the caller
-decides how many tokens are decoded between training steps.
+Responsible for putting the parts together. Not responsible for scheduling: the caller decides how long sampling runs
+between turns of training.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from engines.base import BaseEngine
-from engines.rollout import Generation, RolloutEngine
-from schemas.errors import NotFound, TinsmithError
+from engines.sampling.base import SamplingEngine
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
-    Sample,
-    SampleResult,
+    SampleTurn,
+    SampleTurnResult,
     TrainBatch,
     TrainResult,
 )
@@ -47,7 +46,7 @@ def by_actor(
 
 
 class ActorRolloutRefWorker:
-    """Parts are built from `actor_worker_cls` and `ref_worker_cls`, both on the same engine, plus a rollout engine.
+    """Parts are built from `actor_worker_cls` and `ref_worker_cls`, both on the same engine, plus a sampling engine.
 
     The ref scores the base model through a fresh adapter of its own, made at the first use: its B is zero, so it adds
     exactly nothing, and no second copy of the base weights is needed.
@@ -56,12 +55,11 @@ class ActorRolloutRefWorker:
     actor_worker_cls: ClassVar[type[TrainingWorker]] = TrainingWorker
     ref_worker_cls: ClassVar[type[TrainingWorker]] = TrainingWorker
 
-    def __init__(self, engine: BaseEngine, rollout: RolloutEngine, info: BaseModelInfo) -> None:
+    def __init__(self, engine: BaseEngine, rollout: SamplingEngine, info: BaseModelInfo) -> None:
         self.actor = self.actor_worker_cls(engine)
         self.ref = self.ref_worker_cls(engine)
         self.rollout = rollout
         self.info = info
-        self._generations: dict[str, Generation] = {}
         self._has_ref_adapter = False
 
     # -- actor ---------------------------------------------------------------------------------------------------
@@ -94,29 +92,6 @@ class ActorRolloutRefWorker:
 
     # -- rollout -------------------------------------------------------------------------------------------------
     @register(Dispatch.ONE_TO_ALL)
-    def start_generation(self, batch_id: str, requests: Mapping[str, Sample]) -> None:
-        """Begin a batch of samples, keyed by request id."""
-        self._generations[batch_id] = self.rollout.start(requests)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def step_generation(self, batch_id: str, tokens: int) -> Mapping[str, SampleResult | TinsmithError]:
-        """Decode up to `tokens` more tokens per row; returns the requests that ended. A finished batch is dropped."""
-        generation = self._generations.get(batch_id)
-        if generation is None:
-            raise NotFound(f"there is no generation {batch_id!r} on this worker")
-        ended = generation.step(tokens)
-        if not generation.active:
-            del self._generations[batch_id]
-        return ended
-
-    @register(Dispatch.ONE_TO_ALL)
-    def cancel_sample(self, batch_id: str, request_id: str) -> None:
-        """Drop one request of a batch; unknown ids are fine."""
-        generation = self._generations.get(batch_id)
-        if generation is not None:
-            generation.cancel(request_id)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def end_generation(self, batch_id: str) -> None:
-        """Drop a whole batch; unknown ids are fine."""
-        self._generations.pop(batch_id, None)
+    def sample_turn(self, turn: SampleTurn) -> SampleTurnResult:
+        """One turn of the sampling engine; requests that are not done go on with the next one."""
+        return self.rollout.turn(turn)

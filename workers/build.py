@@ -23,9 +23,9 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
     return cast("Callable[[WorkerSpec, Progress], object]", getattr(importlib.import_module(module), function))
 
 
-def idle_folder(spec: WorkerSpec) -> Path:
-    """Where this worker alone keeps adapters that do not fit into memory."""
-    return Path(spec.data_dir) / "idle_adapters" / spec.model.replace("/", "--").replace(":", "--")
+def idle_folder(spec: WorkerSpec, kind: str = "adapters") -> Path:
+    """Where this worker alone keeps adapters, or samples, that do not fit into memory."""
+    return Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -42,10 +42,11 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     from transformers import AutoTokenizer
 
     from engines.torch_engine.engine import TorchEngine
-    from engines.torch_engine.rollout import TorchRollout
+    from workers.samplers import build_sampler, check_sampler
 
     if not issubclass(engine_class, TorchEngine):
         raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
+    check_sampler(spec)
     progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
@@ -63,11 +64,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    rollout = TorchRollout(
-        engine.model,
-        engine.router,
-        tokenizer,
-        sample_logprobs=spec.sample_logprobs,
-        max_loaded_adapters=spec.max_loaded_adapters,
-    )
+    if spec.sampler != "torch":
+        progress("starting the sampler")
+    rollout = build_sampler(spec, engine, folder, info, tokenizer, idle_folder(spec, "samples"))
     return TinkerActorRolloutRefWorker(engine, rollout, info)

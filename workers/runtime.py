@@ -1,7 +1,7 @@
 """The runtime of one base model: what the edge talks to.
 
-Responsible for the loop that alternates turns of training and slices of decoding on one worker group, and for the
-group's life: start, death, restart, stop. Not responsible for order and fairness (`workers/scheduler.py`), for the
+Responsible for the loop that shares one worker group between training and sampling, turn by turn, and for the group's
+life: start, death, restart, stop. Not responsible for order and fairness (`workers/scheduler.py`), for the
 operations themselves (the lanes), or for durability (the caller's `load` and `done`).
 """
 
@@ -28,6 +28,16 @@ _log = logging.getLogger("tinsmith.runtime")
 
 State = Literal["starting", "ready", "restarting", "failed"]
 _LONGEST_PAUSE = 30.0
+_TURNS = frozenset({"run_micro_batch", "sample_turn"})
+"""Calls whose time is bounded by what they are asked for."""
+_LONGEST_SLOT = 2.0
+"""Seconds that waiting training, or sampling, owes the other one at most."""
+_FREE_TURN = 0.05
+"""Seconds of a turn of sampling while training has nothing to do: new training work waits for no longer, or for the few
+steps of `decode_slice`."""
+_SAMPLE_TURN = 0.1
+"""Seconds of a turn of sampling beside training: long enough that the way to the worker costs little, short enough that
+new samples join and cancelled ones stop soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +55,10 @@ class ModelRuntime:
     Args:
         gap_timeout: seconds that operations wait behind a seq_id that has not arrived.
         max_adapters: models that may be trained at once.
-        max_sample_rows: sequences that decode together in one batch.
-        max_sample_tokens: tokens that all decoding sequences may hold at once.
-        decode_slice: tokens per row decoded between two turns of training.
+        max_sample_rows: sequences that decode together, until the worker has said how many it takes.
+        decode_slice: tokens per row that a turn of sampling decodes at least.
         micro_batch_tokens: tokens of a training turn; None = what the engine likes.
-        turn_timeout: seconds after which a training turn counts as hung: the worker is ended and started again, as
+        turn_timeout: seconds after which a turn counts as hung: the worker is ended and started again, as
             after a death. None = no limit.
         restart_limit: restarts in a row, without any completed work between them, before the runtime gives up.
         restart_pause: seconds before the first of those restarts; doubles each time.
@@ -65,7 +74,6 @@ class ModelRuntime:
         gap_timeout: float = 60.0,
         max_adapters: int = 64,
         max_sample_rows: int = 64,
-        max_sample_tokens: int = 131_072,
         decode_slice: int = 8,
         micro_batch_tokens: int | None = None,
         turn_timeout: float | None = None,
@@ -98,11 +106,14 @@ class ModelRuntime:
         self._sampling = SamplingLane(
             self._desk,
             self._call,
+            meter=self._meter,
             max_rows=max_sample_rows,
-            max_tokens=max_sample_tokens,
+            steps=decode_slice,
             context_length=lambda: self.info.context_length if self.info is not None else 0,
-            decode_slice=decode_slice,
+            clock=clock,
         )
+        self._owed = 0.0
+        """Seconds of the worker that sampling is behind training; negative if it is ahead."""
         self._wake = asyncio.Event()
         self._death: TinsmithError | None = None
         self._restarts = 0
@@ -187,8 +198,12 @@ class ModelRuntime:
             return QueueState("active", "running" if entry.running else self._sampling.reason(entry))
         return QueueState("active", self._training.reason(entry))
 
+    def samples_waiting(self, project_id: str) -> int:
+        """How many samples of a project wait to be handed to the worker."""
+        return self._sampling.waiting(project_id)
+
     def throughput(self) -> Throughput:
-        """What training has computed so far, and how fast."""
+        """What training and sampling have computed so far, and how fast."""
         return self._meter.read(self._clock(), self.info.peak_flops if self.info is not None else 0.0)
 
     def load(self) -> Load:
@@ -211,14 +226,15 @@ class ModelRuntime:
             await self._fail(EngineFailure(f"the runtime failed ({type(error).__name__})"))
 
     async def _cycle(self) -> bool:
-        """One turn for training and one for sampling; False when stopped and nothing is left that can run."""
+        """A turn of training and as much time for sampling; False when stopped and nothing is left that can run."""
         self._wake.clear()
         if self._death is not None:
             await self._recover(self._death)
         self._training.expire()
         try:
+            began = self._clock()
             trained = await self._training.run_next()
-            sampled = await self._sampling.advance()
+            sampled = await (self._sample(self._clock() - began) if trained else self._sample_freely())
         except WorkerDied as error:
             self._death = self._death or error
             return True
@@ -228,6 +244,28 @@ class ModelRuntime:
                 return False
             await self._rest()
         return True
+
+    async def _sample(self, trained: float) -> bool:
+        """Sample for as long as training took, over the turns of both; False if there was nothing to do."""
+        self._owed = min(self._owed + trained, _LONGEST_SLOT)
+        while self._owed > 0 and self._death is None:
+            began = self._clock()
+            if not await self._sampling.advance(min(self._owed, _SAMPLE_TURN)):
+                self._owed = 0.0
+                return False
+            self._owed = max(self._owed - (self._clock() - began), -_LONGEST_SLOT)
+            await self._desk.settle()
+        return True
+
+    async def _sample_freely(self) -> bool:
+        """One short turn while training has nothing to do; False if there was nothing to do.
+
+        A client that trains step by step comes back a moment later: it is owed that turn, but no more.
+        """
+        began = self._clock()
+        sampled = await self._sampling.advance(_FREE_TURN)
+        self._owed = -min(self._clock() - began, _LONGEST_SLOT) if sampled else 0.0
+        return sampled
 
     async def _rest(self) -> None:
         """Wait for news, or for the next deadline."""
@@ -241,10 +279,10 @@ class ModelRuntime:
 
     async def _call(self, method: str, *args: Any) -> Any:
         try:
-            async with asyncio.timeout(self._turn_timeout if method == "run_micro_batch" else None):
+            async with asyncio.timeout(self._turn_timeout if method in _TURNS else None):
                 value = await self._group.call(method, *args)
         except TimeoutError:
-            message = f"the worker did not finish a training turn within {self._turn_timeout:g} s and was ended"
+            message = f"the worker did not finish a turn within {self._turn_timeout:g} s and was ended"
             _log.error("%s: %s", self.name, message)
             await self._group.stop()
             raise WorkerDied(message) from None

@@ -1,51 +1,63 @@
-"""Executes samples: batches of them decode side by side, a slice of tokens at a time.
+"""Executes samples: they wait here, and join the batch that runs on the worker as it has room.
 
-Responsible for forming batches, cancelling, and running again what a dying worker took along. Not responsible for
-decoding itself (`engines/rollout.py`).
+Responsible for handing samples over, for passing on what was drawn, for cancelling, and for running again what a dying
+worker took along. Not responsible for the order of waiting samples (`workers/sample_line.py`), for decoding
+(`engines/sampling/`) or for when sampling gets the worker (`workers/runtime.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
+import hashlib
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from schemas.errors import EngineFailure, Gone, InvalidRequest, TinsmithError, WorkerDied
-from schemas.operations import Sample
-from workers.scheduler import SampleLine
+from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied
+from schemas.operations import (
+    Sample,
+    SampleDelta,
+    SampleResult,
+    SamplerLoad,
+    SampleTurn,
+    SampleTurnResult,
+    TopK,
+)
+from workers.sample_line import SampleLine
+from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
 from workers.training_lane import MAX_RERUNS
 from workers.turn_runner import WorkerCall
 
 _log = logging.getLogger("tinsmith.runtime")
 
-MAX_GENERATIONS = 4
-"""Batches in flight. A new sample need not wait for the end of a long batch, and memory stays bounded."""
-GATHER_SECONDS = 0.01
-"""How long an idle sampler waits before the first batch: the samples of one burst arrive over a few milliseconds, and
-decoding them together costs hardly more than decoding the first one alone."""
+READY_INSIDE = 4
+"""Samples that wait inside the worker for room there: enough that it has the next ones when rows become free, few
+enough that the order between projects is decided here."""
+PREFETCHED = 16
+"""Waiting samples that are in memory at most, so that reading them back does not hold up the worker."""
 
 
 @dataclass(slots=True)
-class _Batch:
-    batch_id: str
-    entries: dict[str, Entry]
+class _Running:
+    """A sample that the worker has."""
+
+    entry: Entry
+    sequences: int
     alone: bool
-    """Holds one sample at its last attempt: nothing runs beside it, so that it can only hurt itself."""
-    tokens: int
-    """The most that its rows can hold of the key-value cache."""
-    cancelled: list[str] = field(default_factory=list)
+    """It is at its last attempt: nothing runs beside it, so that it can only hurt itself."""
+    drawn: dict[int, int] = field(default_factory=dict)
+    """Of one that streams: sequence -> tokens reported in this attempt."""
 
 
 class SamplingLane:
     """All samples of one base model.
 
     Args:
-        max_rows: sequences that decode together in one batch.
-        max_tokens: tokens that the rows of all batches may hold at once (the key-value cache grows up to that).
+        meter: told what each turn did.
+        max_rows: sequences that decode together, until the worker has said how many it takes.
+        steps: the least number of steps of a turn.
         context_length: that of the base model, once it is known.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -53,61 +65,210 @@ class SamplingLane:
         desk: Desk,
         call: WorkerCall,
         *,
+        meter: ThroughputMeter,
         max_rows: int,
-        max_tokens: int,
+        steps: int,
         context_length: Callable[[], int],
-        decode_slice: int,
+        clock: Callable[[], float],
     ) -> None:
-        self._max_tokens = max_tokens
-        self._context_length = context_length
         self._desk = desk
         self._call = call
-        self._line = SampleLine()
+        self._meter = meter
         self._max_rows = max_rows
-        self._decode_slice = decode_slice
-        self._batches: dict[str, _Batch] = {}
-        self._batch_ids = itertools.count()
+        self._steps = steps
+        self._context_length = context_length
+        self._clock = clock
+        self._line = SampleLine()
+        self._running: dict[str, _Running] = {}
+        self._cancelled: dict[str, None] = {}
+        """Samples that the worker has and nobody wants any more."""
+        self._load = SamplerLoad()
+        """What the worker said last."""
+        self._ahead: dict[Entry, None] = {}
+        """Waiting samples that are in memory or being read."""
 
+    # -- what the edge does ----------------------------------------------------------------------------------------
     def submit(self, entry: Entry) -> None:
         """Queue a sample."""
         self._line.add(entry)
 
     def cancel(self, entry: Entry) -> None:
-        """Answer a sample that nobody wants any more with `Gone`; one that decodes stops before the next slice."""
-        for batch in self._batches.values():
-            if batch.entries.pop(entry.ticket.request_id, None) is not None:
-                batch.cancelled.append(entry.ticket.request_id)
+        """Answer a sample that nobody wants any more with `Gone`; one that decodes stops before the next turn."""
+        self._ahead.pop(entry, None)
+        if not self._line.discard(entry) and self._drop(entry.ticket.request_id) is not None:
+            self._cancelled[entry.ticket.request_id] = None
         self._desk.finish(entry, Gone("the sample was cancelled", code="cancelled"))
+
+    def waiting(self, project_id: str) -> int:
+        """How many samples of a project wait here; those that the worker has do not count."""
+        return self._line.waiting(project_id)
 
     def reason(self, entry: Entry) -> str:
         """Why a waiting entry does not run, for people."""
+        if _alone(entry):
+            return "waiting to run alone: it was running each time that the worker failed"
         return self._line.reason(entry)
 
-    async def advance(self) -> bool:
-        """Start what fits, then decode one slice of every batch; False if there was nothing to do.
+    # -- what the loop does ----------------------------------------------------------------------------------------
+    async def advance(self, seconds: float) -> bool:
+        """Hand over what there is room for and run one turn of at least `seconds`; False if there was nothing to do.
 
-        Raises `WorkerDied`; what was decoding then stays with the lane until `requeue`.
+        Raises `WorkerDied`; what was running then stays with the lane until `requeue`.
         """
-        if not self._batches and self._line.peek() is not None:
-            await asyncio.sleep(GATHER_SECONDS)
-        await self._start_batches()
-        if not self._batches:
+        idle = not self._running
+        added = await self._choose()
+        if not self._running and not self._cancelled:
             return False
-        for batch in list(self._batches.values()):
-            await self._guard(batch, self._step(batch))
+        cancelled, self._cancelled = self._cancelled, {}
+        # A batch that begins with the first sample of a burst is short, so that the others need not wait for it.
+        turn = SampleTurn(added, tuple(cancelled), steps=1 if idle else self._steps, seconds=0.0 if idle else seconds)
+        began = self._clock()
+        try:
+            result: SampleTurnResult = await self._call("sample_turn", turn)
+        except WorkerDied:
+            raise
+        except TinsmithError as error:
+            self._cancelled.update(cancelled if self._running else ())
+            self._fail_turn(error)
+            return True
+        now = self._clock()
+        self._meter.add_sampling(result.stats, busy=now - began, now=now)
+        self._load = result.load
+        self._settle(result)
         return True
 
     def requeue(self) -> list[tuple[Entry, TinsmithError]]:
-        """The worker died: put what was decoding back in line; returns those that were lost too often."""
-        failed: list[tuple[Entry, TinsmithError]] = []
-        for batch in self._batches.values():
-            failed += self._run_again(batch, WorkerDied("the worker died each time that it ran this sample"))
-        self._batches.clear()
-        return failed
+        """The worker died: put what was running back in line; returns those that were lost too often."""
+        self._cancelled.clear()
+        self._load = SamplerLoad()
+        return self._run_again(WorkerDied("the worker died each time that it ran this sample"))
 
-    def _run_again(self, batch: _Batch, error: TinsmithError) -> list[tuple[Entry, TinsmithError]]:
+    # -- handing over ----------------------------------------------------------------------------------------------
+    async def _choose(self) -> Mapping[str, Sample]:
+        """Take samples in turn while the worker has room. One at its last attempt waits until nothing else runs."""
+        added: dict[str, Sample] = {}
+        most = self._load.max_rows or self._max_rows
+        rows, waiting = (self._load.rows, self._load.waiting) if self._running else (0, 0)
+        alone = any(running.alone for running in self._running.values())
+        while not alone and waiting < READY_INSIDE and (entry := self._line.peek()) is not None:
+            alone = _alone(entry)
+            if alone and self._running:
+                break
+            self._prefetch(max(0, most - rows) + READY_INSIDE - waiting)
+            sample = await self._read(entry)
+            if sample is None:
+                alone = False
+                continue
+            added[entry.ticket.request_id] = self._take(entry, sample)
+            if waiting or rows + sample.num_samples > most:
+                waiting += 1
+            else:
+                rows += sample.num_samples
+        self._prefetch(READY_INSIDE)  # read while the worker is busy
+        # Whoever was cancelled while another one was read is not running any more.
+        return {request_id: sample for request_id, sample in added.items() if request_id in self._running}
+
+    def _take(self, entry: Entry, sample: Sample) -> Sample:
+        """Take a sample out of the line; returns it as the worker gets it."""
+        self._line.take(entry, prompt=len(sample.prompt), sequences=sample.num_samples, most=self._most_drawn(sample))
+        entry.start()
+        entry.unload()
+        self._ahead.pop(entry, None)
+        self._running[entry.ticket.request_id] = _Running(entry, sample.num_samples, _alone(entry))
+        return _prepared(entry, sample)
+
+    def _prefetch(self, most: int) -> None:
+        """Begin to read the next samples; of those read for nothing lately, the oldest are given back."""
+        for entry in self._line.upcoming(min(most, PREFETCHED)):
+            entry.prefetch()
+            self._ahead[entry] = None
+        while len(self._ahead) > PREFETCHED:
+            oldest = next(iter(self._ahead))
+            del self._ahead[oldest]
+            oldest.unload()
+
+    def _most_drawn(self, sample: Sample) -> int:
+        wanted = sample.params.max_tokens
+        return max(0, self._context_length() - len(sample.prompt)) if wanted is None else wanted
+
+    async def _read(self, entry: Entry) -> Sample | None:
+        """The sample of an entry; None if it cannot be read (it is answered then) or was cancelled meanwhile."""
+        try:
+            operation = await entry.load()
+            if not isinstance(operation, Sample):
+                raise EngineFailure(f"a sampler has no operation {type(operation).__name__}")
+            if not entry.over:
+                return operation
+        except TinsmithError as error:
+            self._desk.finish(entry, error)
+        self._line.discard(entry)
+        self._ahead.pop(entry, None)
+        return None
+
+    # -- after a turn ----------------------------------------------------------------------------------------------
+    def _settle(self, result: SampleTurnResult) -> None:
+        """Pass on what was drawn, then answer what ended."""
+        for request_id, deltas in result.deltas.items():
+            running = self._running.get(request_id)
+            if running is not None:
+                for delta in deltas:
+                    self._tell(running, delta)
+        for request_id, outcome in result.ended.items():
+            running = self._drop(request_id, outcome)
+            if running is not None:
+                self._desk.finish(running.entry, outcome)
+        if self._running and not self._load.active:
+            self._fail_turn(EngineFailure("the worker gave no result for this sample"))
+
+    def _tell(self, running: _Running, delta: SampleDelta) -> None:
+        """Pass new tokens on, without those that an earlier attempt had told: the seed is the same, and so are they."""
+        entry = running.entry
+        progress = entry.ticket.progress
+        if progress is None:
+            return
+        before = running.drawn.get(delta.index, 0)
+        after = running.drawn[delta.index] = before + len(delta.tokens)
+        known = entry.told.get(delta.index, 0) - before
+        if known >= len(delta.tokens):
+            return
+        entry.told[delta.index] = after
+        if known > 0:
+            topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
+            delta = SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
+        try:
+            progress(delta)
+        except Exception:
+            _log.exception("the progress of request %s cannot be told", entry.ticket.request_id)
+
+    def _drop(self, request_id: str, outcome: SampleResult | TinsmithError | None = None) -> _Running | None:
+        """Forget a sample that runs no longer; None if it was not running."""
+        running = self._running.pop(request_id, None)
+        if running is not None:
+            drawn = None
+            if isinstance(outcome, SampleResult):
+                drawn = sum(len(sequence.tokens) for sequence in outcome.sequences)
+            self._line.end(running.entry, sequences=running.sequences, drawn=drawn)
+        return running
+
+    # -- failures of the whole batch -------------------------------------------------------------------------------
+    def _fail_turn(self, error: TinsmithError) -> None:
+        """A turn failed as a whole: nobody knows through whom. Its samples run again, the last time one by one, so that
+        one bad or too large sample fails alone; a sample that is alone already fails with the error."""
+        self._cancelled.update(dict.fromkeys(self._running))
+        if len(self._running) == 1:
+            [running] = self._running.values()
+            self._drop(running.entry.ticket.request_id)
+            self._desk.finish(running.entry, error)
+            return
+        for entry, reason in self._run_again(error):
+            self._desk.finish(entry, reason)
+
+    def _run_again(self, error: TinsmithError) -> list[tuple[Entry, TinsmithError]]:
+        """Put all that is running back in line, in the order in which it was taken; returns what has failed."""
         failed: list[tuple[Entry, TinsmithError]] = []
-        for entry in reversed(batch.entries.values()):
+        for running in reversed(list(self._running.values())):
+            entry = running.entry
+            self._drop(entry.ticket.request_id)
             entry.running = False
             entry.attempts += 1
             if entry.attempts <= MAX_RERUNS:
@@ -116,121 +277,19 @@ class SamplingLane:
                 failed.append((entry, error))
         return failed
 
-    # -- starting --------------------------------------------------------------------------------------------------
-    async def _start_batches(self) -> None:
-        while len(self._batches) < MAX_GENERATIONS and not any(batch.alone for batch in self._batches.values()):
-            chosen = await self._choose()
-            if not chosen:
-                return
-            chosen = [(entry, sample) for entry, sample in chosen if not entry.over]
-            if not chosen:
-                continue
-            batch_id = f"batch-{next(self._batch_ids)}"
-            entries = {entry.ticket.request_id: entry for entry, _ in chosen}
-            tokens = sum(self._tokens(sample) for _, sample in chosen)
-            batch = _Batch(batch_id, entries, _alone(chosen[0][0]), tokens)
-            for entry in entries.values():
-                entry.start()
-                entry.unload()
-            self._batches[batch_id] = batch
-            samples = {entry.ticket.request_id: sample for entry, sample in chosen}
-            await self._guard(batch, self._call("start_generation", batch_id, samples))
-
-    async def _choose(self) -> list[tuple[Entry, Sample]]:
-        """Take samples in turn until the rows of a batch, or the room for tokens, are full. A sample wider than a batch
-        goes by itself; one that needs more room than is left waits for other batches to end."""
-        chosen: list[tuple[Entry, Sample]] = []
-        rows = 0
-        room = self._max_tokens - sum(batch.tokens for batch in self._batches.values())
-        while rows < self._max_rows and (entry := self._line.peek()) is not None:
-            alone = _alone(entry)
-            if alone and (chosen or self._batches):
-                break
-            sample = await self._load(entry)
-            if sample is None:
-                continue
-            if chosen and rows + sample.num_samples > self._max_rows:
-                break
-            if self._tokens(sample) > room:
-                break
-            self._line.take(entry)
-            chosen.append((entry, sample))
-            rows += sample.num_samples
-            room -= self._tokens(sample)
-            if alone:
-                break
-        return chosen
-
-    def _tokens(self, sample: Sample) -> int:
-        return sample.most_tokens(self._context_length())
-
-    async def _load(self, entry: Entry) -> Sample | None:
-        """The sample of an entry; None if it cannot be read (it is answered then) or was cancelled meanwhile."""
-        try:
-            operation = await entry.load()
-            if not isinstance(operation, Sample):
-                raise EngineFailure(f"a sampler has no operation {type(operation).__name__}")
-            refuse_too_large(operation, self._context_length(), self._max_tokens)
-        except TinsmithError as error:
-            self._desk.finish(entry, error)
-            return None
-        return None if entry.over else operation
-
-    # -- decoding --------------------------------------------------------------------------------------------------
-    async def _step(self, batch: _Batch) -> None:
-        while batch.cancelled:
-            await self._call("cancel_sample", batch.batch_id, batch.cancelled.pop())
-        if not batch.entries:
-            await self._call("end_generation", batch.batch_id)
-            del self._batches[batch.batch_id]
-            return
-        ended = await self._call("step_generation", batch.batch_id, self._decode_slice)
-        for request_id, outcome in ended.items():
-            entry = batch.entries.pop(request_id, None)
-            if entry is not None:
-                self._desk.finish(entry, outcome)
-        if not batch.entries and not batch.cancelled:
-            del self._batches[batch.batch_id]
-
-    async def _guard(self, batch: _Batch, work: Awaitable[None]) -> None:
-        """Run a call of a batch. If it fails as a whole, its samples run again, the last time one by one, so that one
-        bad or too large sample fails alone; a sample that is alone already fails with the error."""
-        try:
-            await work
-        except WorkerDied:
-            raise
-        except TinsmithError as error:
-            self._batches.pop(batch.batch_id, None)
-            if len(batch.entries) > 1:
-                failed = self._run_again(batch, error)
-            else:
-                failed = [(entry, error) for entry in batch.entries.values()]
-            for entry, reason in failed:
-                self._desk.finish(entry, reason)
-            await self._forget(batch)
-
-    async def _forget(self, batch: _Batch) -> None:
-        """Let the worker drop a batch; if it fails again, only memory is at stake."""
-        try:
-            await self._call("end_generation", batch.batch_id)
-        except WorkerDied:
-            raise
-        except TinsmithError as error:
-            _log.warning("%s cannot be dropped: %s", batch.batch_id, error.message)
-
-
-def refuse_too_large(sample: Sample, context_length: int, room: int) -> None:
-    """Raise `InvalidRequest` if the sequences of a sample could need more than `room` tokens of the key-value cache."""
-    needed = sample.most_tokens(context_length)
-    if needed > room:
-        raise InvalidRequest(
-            f"num_samples {sample.num_samples} of up to {needed // sample.num_samples} tokens (prompt and max_tokens) "
-            f"may need room for {needed} tokens; this server has room for {room}",
-            field="num_samples",
-            hint="ask for fewer samples at a time, or give a smaller max_tokens",
-            code="sample_too_large",
-        )
-
 
 def _alone(entry: Entry) -> bool:
     return entry.attempts >= MAX_RERUNS
+
+
+def _prepared(entry: Entry, sample: Sample) -> Sample:
+    """The sample as the worker gets it.
+
+    One without a seed gets the same one whenever it runs, for a stream goes on where it was when the worker died.
+    """
+    ticket, params = entry.ticket, sample.params
+    if params.seed is None:
+        params = replace(
+            params, seed=int.from_bytes(hashlib.sha256(ticket.request_id.encode()).digest()[:8], "big") >> 1
+        )
+    return replace(sample, params=params, stream=ticket.progress is not None, cache_domain=ticket.project_id)

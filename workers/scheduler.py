@@ -1,17 +1,17 @@
 """Who is next on one base model: fair between projects, then between their models; in order within a model.
 
-Pure: no tasks, times are passed in. Two lines, one for training operations and one for samples; the runtime takes
-from them alternately.
+Pure: no tasks, times are passed in. This line is for training operations; samples have their own
+(`workers/sample_line.py`), and the runtime takes from both alternately.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 from schemas.errors import InvalidRequest
 from workers.fairness import FairShare
 from workers.queues import ModelQueue
+from workers.sample_line import count
 from workers.tickets import Entry
 
 
@@ -127,7 +127,7 @@ class TrainingLine:
             return f"waiting for seq_id {missing} of this model"
         ahead = queue.ahead(entry.seq_id)
         if ahead:
-            return f"{_count(ahead, 'operation')} of this model ahead"
+            return f"{count(ahead, 'operation')} of this model ahead"
         if model_id in self._held:
             return "waiting for the operation of this model that is under way"
         return self._turn_reason(model_id, in_turn)
@@ -137,9 +137,9 @@ class TrainingLine:
         models = self._models[project_id]
         projects, siblings = len(self._projects) - 1, len(models) - 1
         if projects:
-            others = f"{_count(projects, 'other project')} {'is' if projects == 1 else 'are'} training"
+            others = f"{count(projects, 'other project')} {'is' if projects == 1 else 'are'} training"
         elif siblings:
-            others = f"{_count(siblings, 'other model')} of this project {'is' if siblings == 1 else 'are'} training"
+            others = f"{count(siblings, 'other model')} of this project {'is' if siblings == 1 else 'are'} training"
         else:
             return "waiting for its turn: next"
         tokens = in_turn + self._projects.ahead(project_id) + models.ahead(model_id)
@@ -158,48 +158,3 @@ class TrainingLine:
             models.leave(model_id)
             if not len(models):
                 self._projects.leave(project_id)
-
-
-class SampleLine:
-    """Waiting samples, first come first served within a project, round robin between projects."""
-
-    def __init__(self) -> None:
-        self._turns: dict[str, deque[Entry]] = {}
-
-    def add(self, entry: Entry) -> None:
-        """Enqueue a new sample."""
-        self._turns.setdefault(entry.ticket.project_id, deque()).append(entry)
-
-    def add_first(self, entry: Entry) -> None:
-        """Put a sample that has to run again before the new ones of its project."""
-        self._turns.setdefault(entry.ticket.project_id, deque()).appendleft(entry)
-
-    def peek(self) -> Entry | None:
-        """The sample whose turn it is. Samples that were answered meanwhile (cancelled) are dropped here."""
-        for project_id in list(self._turns):
-            waiting = self._turns[project_id]
-            while waiting and waiting[0].over:
-                waiting.popleft()
-            if waiting:
-                return waiting[0]
-            del self._turns[project_id]
-        return None
-
-    def take(self, entry: Entry) -> None:
-        """Remove the entry that `peek` showed; its project goes to the end of the round."""
-        waiting = self._turns.pop(entry.ticket.project_id)
-        waiting.remove(entry)
-        if waiting:
-            self._turns[entry.ticket.project_id] = waiting
-
-    def reason(self, entry: Entry) -> str:
-        """Why a waiting entry does not run, for people."""
-        waiting = self._turns.get(entry.ticket.project_id, deque())
-        if entry not in waiting:
-            return "about to start"
-        ahead = waiting.index(entry)
-        return f"{_count(ahead, 'sample')} of this project ahead" if ahead else "next, when a running batch has ended"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

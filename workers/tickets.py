@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from schemas.errors import TinsmithError
-from schemas.operations import Operation, OperationResult
+from schemas.operations import Operation, OperationResult, SampleDelta
 from workers.faults import to_tinsmith_error
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -29,6 +29,8 @@ class Ticket:
         done: takes the result or the error; called exactly once.
         started: told when it begins to run, and again when it has to begin again.
         is_step: whether it is an optimizer step, so that this is known before it is loaded.
+        progress: takes new tokens of a sample as they are drawn: each token once, also when the sample has to begin
+            again, and all of them before `done`. Must not block. None = nobody listens.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Ticket:
     done: Callable[[OperationResult | TinsmithError], Awaitable[None]]
     started: Callable[[], None] = lambda: None
     is_step: bool = False
+    progress: Callable[[SampleDelta], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Entry:
     attempts: int = 0
     """How often it was lost with a worker, or failed together with others, and has to run again."""
     over: bool = False
+    told: dict[int, int] = field(default_factory=dict)
+    """Of a sample that streams: sequence -> how many of its tokens `progress` has had."""
     _loading: asyncio.Future[Operation] | None = None
 
     def start(self) -> None:

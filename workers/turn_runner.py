@@ -177,6 +177,8 @@ class TurnRunner:
                 self._abandon(batch)
             self._composer.forget(batch)
             self._composer.parked.freed()
+            if isinstance(outcome, TrainResult):
+                self._meter.note_gap(outcome.metrics)
             self._finish(batch.entry, outcome)
         for model_id, (entry, _) in turn.steps.items():
             stepped = outcomes.get(entry.ticket.request_id)

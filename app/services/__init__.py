@@ -19,6 +19,10 @@ from app.services.checkpoints import Checkpoints
 from app.services.completions import Completions
 from app.services.copies import Copies
 from app.services.custom_losses import CustomLosses
+from app.services.doors.anthropic import AnthropicDoor
+from app.services.doors.models import DoorModels
+from app.services.doors.openai import OpenAIDoor
+from app.services.doors.runs import DoorRun
 from app.services.exports import Exports
 from app.services.futures import Futures
 from app.services.housekeeping import Housekeeping
@@ -67,6 +71,8 @@ class ServiceSettings(Protocol):
     def max_sample_rows(self) -> int: ...
     @property
     def max_sample_tokens(self) -> int: ...
+    @property
+    def max_waiting_samples(self) -> int: ...
     @property
     def decode_slice(self) -> int: ...
     @property
@@ -118,6 +124,9 @@ class Services:
     usage: Usage
     traces: Traces
     tokens: Tokens
+    door_models: DoorModels
+    openai: OpenAIDoor
+    anthropic: AnthropicDoor
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
@@ -192,7 +201,6 @@ def build_services(
             gap_timeout=settings.gap_timeout,
             max_adapters=settings.max_adapters,
             max_sample_rows=settings.max_sample_rows,
-            max_sample_tokens=settings.max_sample_tokens,
             decode_slice=settings.decode_slice,
             turn_timeout=settings.turn_timeout or None,
             restart_limit=settings.restart_limit,
@@ -228,6 +236,7 @@ def build_services(
         checkpoints=checkpoints,
         stability=stability,
         max_sample_tokens=settings.max_sample_tokens,
+        max_waiting_samples=settings.max_waiting_samples,
         clock=clock,
     )
     housekeeping = Housekeeping(
@@ -246,6 +255,11 @@ def build_services(
         keep_undelivered=settings.keep_undelivered,
         clock=clock,
     )
+    door_models = DoorModels(models, sampling, checkpoints)
+
+    def make_run(project_id: str) -> DoorRun:
+        return DoorRun(sampling, futures, operations.cancel, project_id)
+
     return Services(
         settings=settings,
         store=store,
@@ -267,4 +281,7 @@ def build_services(
         usage=Usage(store, clock),
         traces=Traces(store, signed, housekeeping.write_activity, clock),
         tokens=Tokens(load_secret(settings.data_dir / "token_secret"), settings.token_lifetime, clock),
+        door_models=door_models,
+        openai=OpenAIDoor(door_models, make_run),
+        anthropic=AnthropicDoor(door_models, make_run),
     )

@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from engines.base_models import built_in_folder, describe
+from engines.base_models import built_in_folder, describe, prepare
 from schemas.errors import InvalidRequest, Unavailable
 from workers.runtime import ModelRuntime
 
@@ -100,6 +100,11 @@ class BaseModels:
             return describe(folder).model_type or None
         except Unavailable:
             return None
+
+    def folder(self, name: str) -> Path:
+        """The folder of a base model that is loaded. May read a hub's cache: for a thread. Raises `Unavailable`."""
+        source = self._sources.get(name)
+        return self._folder(name, source) if source is None else prepare(name, source, self._data_dir)
 
     def _folder(self, name: str, source: str | None) -> Path:
         """The local folder of a model that does not come from the hub."""

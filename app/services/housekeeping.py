@@ -17,7 +17,7 @@ from app.services.checkpoints import Checkpoints
 from app.services.futures import Futures
 from app.services.operations import Operations
 from app.services.runs import Runs
-from app.services.sampling import KIND as SAMPLE
+from app.services.sample_results import KIND as SAMPLE
 from app.services.sampling import Sampling
 from app.services.stability import Stability
 from schemas.errors import ModelLost

@@ -9,7 +9,6 @@ from __future__ import annotations
 from app.codec import check_tokens
 from schemas.errors import InvalidRequest
 from schemas.operations import BaseModelInfo, Sample, TrainBatch
-from workers.sampling_lane import refuse_too_large
 
 
 def check_batch(batch: TrainBatch, info: BaseModelInfo | None, max_tokens: int) -> None:
@@ -54,7 +53,7 @@ def check_sample(sample: Sample, info: BaseModelInfo | None, room: int) -> None:
             hint=None if length >= limit else f"at most {limit - length} tokens can be drawn after this prompt",
             code="context_too_long",
         )
-    refuse_too_large(sample, limit, room)
+    _refuse_too_large(sample, limit, room)
     for stop in sample.params.stop or ():
         if isinstance(stop, int) and stop >= info.vocab_size:
             raise InvalidRequest(
@@ -66,3 +65,16 @@ def check_sample(sample: Sample, info: BaseModelInfo | None, room: int) -> None:
             raise InvalidRequest(
                 f"{field} {getattr(sample, field)} is more than the vocabulary of {info.vocab_size}", field=field
             )
+
+
+def _refuse_too_large(sample: Sample, context_length: int, room: int) -> None:
+    """Raise `InvalidRequest` if the sequences of a sample could need more than `room` tokens of the key-value cache."""
+    needed = sample.most_tokens(context_length)
+    if needed > room:
+        raise InvalidRequest(
+            f"num_samples {sample.num_samples} of up to {needed // sample.num_samples} tokens (prompt and max_tokens) "
+            f"may need room for {needed} tokens; this server has room for {room}",
+            field="num_samples",
+            hint="ask for fewer samples at a time, or give a smaller max_tokens",
+            code="sample_too_large",
+        )

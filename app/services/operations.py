@@ -16,10 +16,10 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
-from app.services.paths import session_of
+from app.services.paths import is_direct, session_of
 from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError, Unavailable
 from schemas.http.base import MAX_INT64
-from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SaveWeights
+from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SampleDelta, SaveWeights
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
@@ -29,6 +29,8 @@ from workers.runtime import ModelRuntime, QueueState, Ticket
 
 logger = logging.getLogger(__name__)
 
+WAITING_BODY = 1024
+"""Bytes of a stored sample that are kept in memory while it waits: thousands of samples may wait, for minutes."""
 Rows = Callable[[AsyncSession], Awaitable[None]]
 """Row changes that belong into the same transaction as the operation's own."""
 
@@ -76,6 +78,8 @@ class Submission:
     """Called once a success is durable."""
     checkpoint_id: str | None = None
     """The checkpoint that a sample reads: it is kept until the sample is settled."""
+    progress: Callable[[SampleDelta], None] | None = None
+    """Told what a sample draws while it runs, each token once; called in the event loop, and must return at once."""
     also: Callable[[OperationRecord, OperationResult], Rows] | None = None
     """Further rows that become true with the result and depend on the operation's place in the log; made in a
     thread."""
@@ -172,12 +176,15 @@ class Operations:
         if not created:
             await self._bodies.delete([body])
             return record
-        self.dispatch(record, replace(submission, body=b""))  # what waits is read back when it runs
+        self.dispatch(record, submission)
         return record
 
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:
         """Hand a logged operation to its runtime (also used for unfinished samples of an earlier process)."""
         self._live[record.request_id] = (submission.runtime, record.scope)
+        submission = replace(submission, body=b"")  # what waits is read back when it runs
+        if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
+            record = replace(record, body=b"")
 
         def started() -> None:
             self._started[record.request_id] = self._clock()
@@ -203,11 +210,15 @@ class Operations:
                 done=done,
                 started=started,
                 is_step=record.kind == "optim_step",
+                progress=submission.progress,
             )
         )
 
     async def _read_back(self, record: OperationRecord) -> Operation:
         try:
+            if record.body == b"":
+                stored = await self._store.read(lambda db: log.get_operation(db, record.project_id, record.request_id))
+                record = stored or record
             data = await self._bodies.get(record.body)
             return await asyncio.to_thread(decode_operation, record.kind, data)
         except Exception as error:
@@ -319,7 +330,7 @@ class Operations:
                 await add_tokens(
                     db,
                     project_id=submission.project_id,
-                    session_id=session_of(submission.scope.partition(":")[2]),
+                    session_id=_session(submission.scope),
                     base_model=submission.runtime.name,
                     tokens=finished.tokens,
                     now=now,
@@ -343,6 +354,11 @@ class Operations:
             logger.exception("the failure of %s (%s) could not be written", request_id, submission.kind)
             return False
         return True
+
+
+def _session(scope: str) -> str:
+    """The session that tokens are counted for; "" for a sample that belongs to none."""
+    return "" if is_direct(scope) else session_of(scope.partition(":")[2])
 
 
 def _finished(submission: Submission, record: OperationRecord, outcome: OperationResult) -> Finished:

@@ -52,6 +52,20 @@ def sequence_id_of(scope: str, seq_id: int | None, index: int) -> str:
     return f"{scope.partition(':')[2]}:{seq_id}:{index}"
 
 
+DIRECT = "direct"
+"""The kind of scope of samples that belong to a project and to no session."""
+
+
+def direct_scope(project_id: str) -> str:
+    """The scope of a project's samples without a session in the operation log."""
+    return f"{DIRECT}:{project_id}"
+
+
+def is_direct(scope: str) -> bool:
+    """Whether a scope is one of samples without a session."""
+    return scope.startswith(f"{DIRECT}:")
+
+
 def session_of(object_id: str) -> str:
     """The session that a run id or a sampler id belongs to."""
     return object_id.rsplit(":", 2)[0]

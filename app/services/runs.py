@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.base_models import BaseModels
 from app.services.operations import Operations, Rows
-from app.services.paths import session_of
+from app.services.paths import is_direct, session_of
 from schemas.errors import Gone, ModelLost, NotFound
 from schemas.operations import OptimizerType
 from store import checkpoints, runs, samplers, sessions, slots
@@ -199,6 +199,8 @@ def sampler_scope(sampler_id: str) -> str:
 
 
 def session_of_scope(scope: str) -> str:
-    """The session that a scope of the operation log belongs to."""
+    """The session that a scope of the operation log belongs to; "" if it belongs to none."""
     kind, _, rest = scope.partition(":")
+    if is_direct(scope):
+        return ""
     return rest.rpartition(":")[0] if kind == "session" else session_of(rest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -19,30 +19,31 @@ from app.codec import (
     ParsedSample,
     decode_context,
     decode_operation,
+    digest,
     encode_operation,
-    encode_result,
     sample_operation,
 )
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
 from app.services.operations import Finished, Operations, Submission, unreadable
-from app.services.paths import sampler_id_of, sequence_id_of
+from app.services.paths import direct_scope, is_direct, sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
+from app.services.sample_results import KIND, sample_encoder
+from app.services.sample_room import SampleRoom
 from app.services.stability import Stability
 from app.services.training import request_digest
-from app.services.usage import sample_tokens
-from schemas.errors import InvalidRequest, NotFound, TinsmithError, Unavailable
-from schemas.operations import OperationResult, Sample
+from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError, TooManyRequests, Unavailable
+from schemas.operations import OperationResult, Sample, SampleDelta, SampleResult
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
 from store import checkpoints, samplers, slots
 from store.bodies import Bodies
 from store.database import Store
+from store.operations import find_operation
 from store.records import OperationRecord, SamplerRecord
 
 logger = logging.getLogger(__name__)
 
-KIND = "sample"
 MAX_MOVES = 20
 """How often the weights of a sampler may be replaced while one request for it is being accepted."""
 
@@ -64,12 +65,27 @@ class SamplerWeights:
     folder: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class DirectWeights:
+    """What a sample without a sampling session samples: a checkpoint and its folder name, or the base model."""
+
+    base_model: str
+    checkpoint_id: str | None = None
+    folder: str | None = None
+
+
 class _WeightsMoved(Exception):
     """A sampler got other weights between the look at them and the acceptance of a request."""
 
 
 class Sampling:
-    """Accepts sampling requests. `clock` is the time, aware UTC."""
+    """Accepts sampling requests.
+
+    Args:
+        max_sample_tokens: tokens that the sequences of one sample may hold together.
+        max_waiting_samples: samples of one project that may wait on one base model.
+        clock: the time, aware UTC.
+    """
 
     def __init__(
         self,
@@ -81,6 +97,7 @@ class Sampling:
         checkpoints: Checkpoints,
         stability: Stability,
         max_sample_tokens: int,
+        max_waiting_samples: int,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
@@ -90,6 +107,7 @@ class Sampling:
         self._checkpoints = checkpoints
         self._stability = stability
         self._max_sample_tokens = max_sample_tokens
+        self._room = SampleRoom(max_waiting_samples)
         self._clock = clock
 
     async def create_session(self, project_id: str, request: CreateSamplingSessionRequest) -> str:
@@ -152,7 +170,8 @@ class Sampling:
     async def sample(self, project_id: str, request: SampleRequest, limits: CodecLimits) -> OperationRecord:
         """Accept one sample request. It keeps the weights that its sampler has at that moment to its end.
 
-        Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
+        Raises: `NotFound` (sampler, its weights), `Gone` (session), `InvalidRequest`, `SeqIdConflict`,
+            `TooManyRequests` (too many samples of this project wait; a repeat of one that was accepted is answered).
         """
         for _ in range(MAX_MOVES):
             try:
@@ -167,6 +186,26 @@ class Sampling:
             return found, await self._sampled(db, found)
 
         sampler, weights = await self._store.read(look)
+        runtime = self._models.runtime(sampler.base_model)
+        try:
+            with self._room.place(project_id, runtime):
+                return await self._accept(project_id, request, limits, sampler, weights)
+        except TooManyRequests:
+            scope, seq_id = sampler_scope(sampler.sampler_id), request.seq_id
+            if seq_id is None:
+                raise
+            if await self._store.read(lambda db: find_operation(db, project_id, scope, seq_id)) is None:
+                raise
+        return await self._accept(project_id, request, limits, sampler, weights)  # a repeat needs no place
+
+    async def _accept(
+        self,
+        project_id: str,
+        request: SampleRequest,
+        limits: CodecLimits,
+        sampler: SamplerRecord,
+        weights: SamplerWeights,
+    ) -> OperationRecord:
         runtime = self._models.runtime(sampler.base_model)
         parsed, body, fingerprint = await asyncio.to_thread(_decode, request, weights.folder, limits)
         check_sample(parsed.operation, runtime.info, self._max_sample_tokens)
@@ -187,14 +226,96 @@ class Sampling:
                 runtime=runtime,
                 model_id=None,
                 guard=guard,
-                finish=_finish(parsed.operation, parsed.sparse_targets),
+                finish=sample_encoder(parsed.operation, parsed.sparse_targets),
                 checkpoint_id=weights.checkpoint_id,
                 also=self._stability.recorder(sampler.base_model, parsed.operation),
             )
         )
 
+    async def direct_weights(self, project_id: str, model: str) -> DirectWeights:
+        """The weights that a name means outside of sampling sessions: a served base model, or a `tinker://` path.
+
+        Raises:
+            NotFound: nothing of this name, or not readable by this project: the two look the same.
+            InvalidRequest: an export for other programs.
+        """
+        if not model.startswith("tinker://"):
+            if model not in self._models.runtimes:
+                raise unknown_model(model)
+            return DirectWeights(model)
+        try:
+            checkpoint = await self._checkpoints.readable((project_id,), model, field="model")
+        except TinsmithError as error:
+            if 400 <= error.status < 500:
+                raise unknown_model(model) from None
+            raise
+        refuse_export(checkpoint, field="model")
+        if checkpoint.base_model not in self._models.runtimes:
+            raise unknown_model(model)
+        return DirectWeights(checkpoint.base_model, checkpoint.checkpoint_id, checkpoint.folder)
+
+    async def sample_directly(
+        self,
+        project_id: str,
+        weights: DirectWeights,
+        sample: Sample,
+        *,
+        progress: Callable[[SampleDelta], None] | None,
+        finished: Callable[[SampleResult], None],
+    ) -> OperationRecord:
+        """Accept a sample that belongs to no sampling session: its client waits for it, and nobody asks again.
+
+        Args:
+            weights: from `direct_weights`; put into the sample here.
+            progress: told what it draws, each token once; None = nobody listens.
+            finished: given the result in a thread, before it is durable; perhaps more than once.
+
+        Raises: `InvalidRequest` (it does not fit the base model), `NotFound` (the checkpoint is gone by now),
+            `TooManyRequests` (too many samples of this project wait).
+        """
+        runtime = self._models.runtime(weights.base_model)
+        sample = replace(sample, adapter_folder=weights.folder)
+        check_sample(sample, runtime.info, self._max_sample_tokens)
+        body = await asyncio.to_thread(encode_operation, KIND, sample)
+        encode = sample_encoder(sample, False)
+
+        def finish(outcome: OperationResult) -> Finished:
+            if isinstance(outcome, SampleResult):
+                finished(outcome)
+            return encode(outcome)
+
+        async def guard(db: AsyncSession) -> None:
+            if weights.checkpoint_id is not None:
+                found = await checkpoints.get_readable(db, project_id, weights.checkpoint_id)
+                if found is None or self._checkpoints.expired(found):
+                    raise NotFound("the weights of this model were deleted, or have expired", field="model")
+
+        submission = Submission(
+            project_id=project_id,
+            kind=KIND,
+            scope=direct_scope(project_id),
+            seq_id=None,
+            digest=digest(body),
+            body=body,
+            runtime=runtime,
+            model_id=None,
+            guard=guard,
+            finish=finish,
+            checkpoint_id=weights.checkpoint_id,
+            progress=progress,
+        )
+        with self._room.place(project_id, runtime):
+            return await self._operations.accept(submission)
+
     async def resubmit(self, record: OperationRecord) -> None:
-        """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing."""
+        """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing.
+
+        One without a sampling session fails: the connection that waited for it is gone.
+        """
+        if is_direct(record.scope):
+            gone = Gone("the server was restarted, and nobody waits for this sample any more", code="cancelled")
+            await self._operations.fail_now([record.request_id], gone)
+            return
         sampler_id = record.scope.partition(":")[2]
         try:
             sampler = await self._sampler(record.project_id, sampler_id, field="sampling_session_id")
@@ -218,7 +339,7 @@ class Sampling:
             runtime=runtime,
             model_id=None,
             guard=guard,
-            finish=_finish(operation, sparse),
+            finish=sample_encoder(operation, sparse),
             also=self._stability.recorder(sampler.base_model, operation),
         )
         self._operations.dispatch(record, submission)
@@ -257,6 +378,16 @@ class Sampling:
         return SamplerWeights(checkpoint.checkpoint_id, checkpoint.folder)
 
 
+def unknown_model(name: str) -> NotFound:
+    """One answer for a name that means nothing here and for what belongs to somebody else."""
+    return NotFound(
+        f"model {name[:300]!r} does not exist here",
+        field="model",
+        hint="GET models lists the names that are accepted",
+        code="model_not_found",
+    )
+
+
 async def _owned(db: AsyncSession, project_id: str, sampler_id: str, *, field: str) -> SamplerRecord:
     record = await samplers.get_sampler(db, project_id, sampler_id)
     if record is None:
@@ -272,18 +403,6 @@ def _decode(request: SampleRequest, folder: str | None, limits: CodecLimits) -> 
         encode_operation(KIND, parsed.operation, {"sparse_targets": parsed.sparse_targets}),
         request_digest(request),
     )
-
-
-def _finish(sample: Sample, sparse_targets: bool) -> Callable[[OperationResult], Finished]:
-    """What encodes a result. It is kept while the sample waits, so it holds no more of the sample than it needs."""
-    targets = sample.target_prompt_logprobs if sparse_targets else None
-    length = len(sample.prompt)
-
-    def finish(outcome: OperationResult) -> Finished:
-        data, content_type = encode_result(KIND, outcome, sparse_targets=targets)
-        return Finished(data, content_type, tokens=sample_tokens(length, outcome))
-
-    return finish
 
 
 def sequence_ids(record: OperationRecord, num_samples: int) -> list[str]:

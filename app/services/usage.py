@@ -39,7 +39,8 @@ UsageKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """One hour of one kind. `quantity` is tokens, checkpoints, or gigabyte-hours; `session_id` None for storage."""
+    """One hour of one kind. `quantity` is tokens, checkpoints, or gigabyte-hours; `session_id` None for storage and for
+    samples that belong to no session."""
 
     bucket_start: datetime
     kind: UsageKind
@@ -159,7 +160,7 @@ def _rows(
 
 def _token_row(record: TokenUsageRecord) -> UsageRow:
     kind = next(kind for kind in _ORDER if kind == record.kind)
-    return UsageRow(record.bucket_start, kind, record.base_model, record.session_id, record.tokens)
+    return UsageRow(record.bucket_start, kind, record.base_model, record.session_id or None, record.tokens)
 
 
 def _floor(time: datetime) -> datetime:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from engines.lora import FAMILIES, AdapterWeights, LoraLinear, Router, attach, available_families, init_adapter
 from engines.torch_engine.attention import can_pack
 from engines.torch_engine.head import OutputHead
-from engines.torch_engine.invariance import LEAST_ROWS, choose_row_block, judge
+from engines.torch_engine.invariance import LEAST_ROWS, choose_row_block, filling_for, judge
 from engines.torch_engine.loading import check_head, describe, freeze
 from engines.torch_engine.meter import Meter, product_parameters
-from engines.torch_engine.packing import Filling
 from engines.torch_engine.precision import weights_dtype
 from engines.torch_engine.training_pass import TrainingPass
 from schemas.operations import BaseModelInfo, LoraSpec
@@ -68,12 +67,8 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
 def _align(run: TrainingPass, model: Any, exact: bool) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
-    # Activations that a formula is applied to go into a linear, or are rotary angles.
-    widths = {linear.in_features for linear in linears} | {
-        int(getattr(model.config.get_text_config(), "head_dim", None) or 1)
-    }
     block = choose_row_block([linear.weight for linear in linears], LEAST_ROWS)
-    filling = Filling(block or LEAST_ROWS, frozenset(widths), torch.get_num_threads())
+    filling = filling_for(model, block)
     if exact and not filling.suits(_PROBED_ROWS):
         run.packs = False
         return

@@ -7,7 +7,7 @@ else (sampling, checks) runs on the model's own implementation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,18 +76,17 @@ def attend(
     pack = _Current.pack
     if pack is None or query.shape[2] != pack.rows or attention_mask is not None:
         raise EngineFailure("packed attention outside of a packed pass")
-    for name in _UNSUPPORTED:
-        if unused.get(name) is not None:
-            raise EngineFailure(f"packed attention does not know {name}")
+    check_known(unused)
     outputs = []
     for run in pack.runs:
         q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))
         if softcap is not None:
-            out = _capped(q, k, v, scaling, softcap, sliding_window)
+            seen = visible(run.length, sliding_window, q.device)
+            out = capped_attention(q, k, v, seen, scaling, softcap)
         else:
             window = None
             if sliding_window is not None and run.length > sliding_window:
-                window = _visible(run.length, sliding_window, q.device)
+                window = visible(run.length, sliding_window, q.device)
             shared = q.shape[1] != k.shape[1]
             out = functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=window, is_causal=window is None and run.length > 1, scale=scaling, enable_gqa=shared
@@ -96,13 +95,20 @@ def attend(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 
+def check_known(arguments: Mapping[str, Any]) -> None:
+    """Raise `EngineFailure` if a model asks for more than a causal attention here can do (sinks, position biases)."""
+    for name in _UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise EngineFailure(f"attention over many sequences does not know {name}")
+
+
 def _sequences(tensor: Tensor, run: Run) -> Tensor:
     """[1, heads, T, d] -> [count, heads, length, d], without a copy."""
     part = tensor[0, :, run.start : run.stop]
     return part.reshape(part.shape[0], run.count, run.length, part.shape[-1]).transpose(0, 1)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+def visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """Boolean [length, length]: position i sees j <= i, the last `window` of them."""
     places = torch.arange(length, device=device)
     distance = places[:, None] - places[None, :]
@@ -110,13 +116,16 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return seen if window is None else seen & (distance < window)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, softcap: float, window: int | None) -> Tensor:
-    """Attention whose scores pass through softcap * tanh(score / softcap), which no fused kernel knows."""
+def capped_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scaling: float | None, softcap: float) -> Tensor:
+    """Attention whose scores pass through softcap * tanh(score / softcap), which no fused kernel knows.
+
+    q [rows, heads, n, d], k and v [rows, kv_heads, L, d], `seen` boolean [n, L].
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~_visible(q.shape[2], window, q.device), float("-inf"))
+    scores = scores.masked_fill(~seen, float("-inf"))
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engines.lora import AdapterWeights, Pairs, views
+from engines.lora import AdapterWeights, LoraLinear, Pairs, views
 from engines.losses import cross_entropy
 from engines.torch_engine.operations import DatumLoss
+from engines.torch_engine.packing import Filling
 from engines.torch_engine.training_pass import PassItem, TrainingPass
 
 _log = logging.getLogger(__name__)
@@ -39,6 +41,15 @@ def choose_row_block(weights: Iterable[Tensor], rows: int) -> int | None:
         if not (_same_rows(weight, rows) and _same_rows(weight.t(), rows)):
             return max(ROW_BLOCK, rows)
     return None
+
+
+def filling_for(model: Any, block: int | None) -> Filling:
+    """To how many rows passes of this model are filled up, in products of `block` rows (None: of all at once)."""
+    linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    # Activations that a formula is applied to go into a linear, or are rotary angles.
+    widths = {linear.in_features for linear in linears}
+    widths.add(int(getattr(model.config.get_text_config(), "head_dim", None) or 1))
+    return Filling(block or LEAST_ROWS, frozenset(widths), torch.get_num_threads())
 
 
 def _same_rows(weight: Tensor, rows: int) -> bool:

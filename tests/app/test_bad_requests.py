@@ -151,7 +151,7 @@ async def test_bad_samples_are_refused_by_name(api: Api) -> None:
     sampler = (await api.post("create_sampling_session", **opened)).json()["sampling_session_id"]
     for body, field in SAMPLES:
         _refused(await api.post("asample", **{"sampling_session_id": sampler, "prompt": [5, 6], **body}), field)
-    assert "start_generation" not in api.groups.made[0].calls
+    assert "sample_turn" not in api.groups.made[0].calls
 
 
 async def test_bodies_that_are_not_what_they_say(api: Api) -> None:

@@ -27,6 +27,9 @@ FORBIDDEN_LIBRARIES = {
     "app": {"torch", "transformers", "peft"},
 }
 
+EXCEPTIONS = {"engines/sampling/external.py": {"httpx"}}
+"""A sampler that is itself a client of another server."""
+
 
 def imported(file: Path) -> Iterator[str]:
     """The first part of every module that a file imports, wherever in it."""
@@ -43,7 +46,7 @@ def test_imports_go_one_way(room: str) -> None:
     assert files
     wrong = []
     for file in files:
-        for name in set(imported(file)):
+        for name in set(imported(file)) - EXCEPTIONS.get(str(file.relative_to(ROOT)), set()):
             if (name in ROOMS and name not in MAY_IMPORT[room]) or name in FORBIDDEN_LIBRARIES[room] or name == "tests":
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert wrong == []

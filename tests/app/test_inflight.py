@@ -88,7 +88,7 @@ async def test_a_request_keeps_the_weights_that_it_began_with(api: Api) -> None:
     group.calls.clear()
     running = await api.submit("asample", **body)
     async with asyncio.timeout(20):
-        while "step_generation" not in group.calls:  # noqa: ASYNC110 (the worker is asked later)
+        while "sample_turn" not in group.calls:  # noqa: ASYNC110 (the worker is asked later)
             await asyncio.sleep(0.001)
     assert len(_folders(api)) == 1
     for _ in range(2):

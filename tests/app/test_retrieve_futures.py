@@ -174,15 +174,14 @@ async def test_a_cancelled_sample_stops_within_a_slice_and_others_go_on(api: Api
     cancelled = await _sample(api, sampler, 0, {"max_tokens": 250, "stop": []}, num_samples=4)
     kept = await _sample(api, sampler, 1, {"max_tokens": 250, "stop": []})
     async with asyncio.timeout(20):
-        while "step_generation" not in group.calls:  # noqa: ASYNC110 (the worker is asked later)
+        while "sample_turn" not in group.calls:  # noqa: ASYNC110 (the worker is asked later)
             await asyncio.sleep(0.001)
     assert (await api.post("cancel_future", request_id=cancelled)).status_code == 204
     at = len(group.calls)
     async with asyncio.timeout(20):
-        while "cancel_sample" not in group.calls:  # noqa: ASYNC110
+        while group.worker.rollout.load.active > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    asked = group.calls[at:]
-    assert asked[: asked.index("cancel_sample")].count("step_generation") <= 1
+    assert group.calls[at:].count("sample_turn") <= 2, "the turn that was running, and the one that drops it"
     assert (await api.result(cancelled))["code"] == "cancelled"
     assert len((await api.result(kept))["sequences"][0]["tokens"]) == 250
     assert (await api.post("cancel_future", request_id=kept)).status_code == 204
@@ -194,17 +193,17 @@ async def test_a_lone_sample_that_is_cancelled_leaves_the_worker_idle(api: Api) 
     group = api.groups.made[0]
     promise = await _sample(api, sampler, 0, LONG, num_samples=8)
     async with asyncio.timeout(20):
-        while "step_generation" not in group.calls:  # noqa: ASYNC110
+        while "sample_turn" not in group.calls:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await api.post("cancel_future", request_id=promise)
     async with asyncio.timeout(20):
-        while "end_generation" not in group.calls:  # noqa: ASYNC110
+        while group.worker.rollout.load.active:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
     calls = len(group.calls)
     await asyncio.sleep(0.1)
     assert len(group.calls) == calls
-    assert group.worker._generations == {}
-    assert group.calls.count("step_generation") < 250 / 8
+    assert group.calls.count("sample_turn") < 250 / 8
 
 
 @pytest.mark.parametrize("on", [True, False])

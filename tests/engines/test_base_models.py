@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engines import base_models, gguf_conversion
 from engines.base_models import DEFAULT_MODEL, describe, prepare
 from engines.lora import attach
-from engines.torch_engine.rollout import TorchRollout
+from engines.sampling.torch_sampler import TorchSampler
 from schemas.errors import EngineFailure, Unavailable
 from schemas.operations import Sample, SampleResult, SamplingParams
 from tests.support.tiny_model import make_tiny_model
@@ -279,7 +279,7 @@ def test_the_built_in_model_is_converted_once_and_samples(tmp_path: Path, monkey
     expected = [
         model.generate(torch.tensor([p]), max_new_tokens=6, do_sample=False)[0, len(p) :].tolist() for p in prompts
     ]
-    engine = TorchRollout(model, attach(model), tokenizer)
+    engine = TorchSampler(model, attach(model), tokenizer)
     chat = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
     question = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     requests = {str(i): Sample(np.array(p), SamplingParams(6, 0.0)) for i, p in enumerate(prompts)}

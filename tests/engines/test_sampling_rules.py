@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.torch_engine.prompt_scores import PromptScores
-from engines.torch_engine.sampling_rules import DrawRule, draw, stream, tempered_logprobs
-from engines.torch_engine.stops import StopStrings, stop_rule
+from engines.sampling.prompt_scores import PromptScores
+from engines.sampling.sampling_rules import DrawRule, draw, stream, tempered_logprobs
+from engines.sampling.stops import StopStrings, stop_rule
 from schemas.errors import InvalidRequest
 from schemas.operations import Sample, SamplingParams
 

@@ -4,7 +4,8 @@ logprob_i = w * target_i; loss = -sum(weights_i * w * target_i); gradient = -sum
 w -= lr * gradient.
 `loss_config` may ask for trouble: `sleep` seconds, `raise` an unexpected error, `die` by SIGKILL, be refused when it
 is opened (`refuse`) or when datum n is computed (`fail_at`: n). A sample draws
-(prompt[-1] + adapter weight + i) % 100; a prompt that starts with 666 kills the worker at its first step, 667 raises.
+(prompt[-1] + adapter weight + i) % 100; a prompt that starts with 666 kills the worker at its first step, 667 raises
+there, and 668 is refused.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.base import BaseEngine
-from engines.rollout import Generation, RolloutEngine
+from engines.sampling.base import SampleStep, SamplingEngine
 from schemas.errors import InvalidRequest, NonFiniteGradient, NotFound, TinsmithError, Unavailable
 from schemas.operations import (
     BaseModelInfo,
@@ -28,11 +31,15 @@ from schemas.operations import (
     OptimizerType,
     PassStats,
     Sample,
+    SampleDelta,
     SampledSequence,
     SampleResult,
+    SamplerLoad,
+    SampleStats,
     SavedAdapter,
     StepParams,
     StepResult,
+    TopK,
     TrainBatch,
     TrainResult,
 )
@@ -41,7 +48,7 @@ from workers.spec import WorkerSpec
 from workers.tinker import TinkerActorRolloutRefWorker
 
 INFO = BaseModelInfo(100, 64, "float32", 1, 1, (2,), frozenset({"attn", "mlp", "unembed"}))
-KILL_PROMPT, RAISE_PROMPT = 666, 667
+KILL_PROMPT, RAISE_PROMPT, REFUSE_PROMPT = 666, 667, 668
 
 
 class ToyAdapter:
@@ -122,7 +129,11 @@ class ToyEngine(BaseEngine):
         weight = self.adapter(batch.adapter_id).weight
         logprobs = tuple((weight * d.inputs["target_tokens"]).astype(np.float32) for d in batch.datums)
         loss = sum(float(-(d.inputs["weights"] * p).sum()) for d, p in zip(batch.datums, logprobs, strict=True))
-        return TrainResult(logprobs, {"loss:sum": loss})
+        metrics = {"loss:sum": loss}
+        if "logprobs" in batch.datums[0].inputs:
+            gaps = np.concatenate([abs(p - d.inputs["logprobs"]) for d, p in zip(batch.datums, logprobs, strict=True)])
+            metrics |= {"logprob_gap_abs:mean": float(gaps.mean()), "logprob_gap_abs:max": float(gaps.max())}
+        return TrainResult(logprobs, metrics)
 
     def forward_backward(self, batch: TrainBatch) -> TrainResult:
         adapter = self.adapter(batch.adapter_id)
@@ -184,58 +195,120 @@ class ToyEngine(BaseEngine):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ToyGeneration(Generation):
-    def __init__(self, requests: Mapping[str, Sample], step_seconds: float) -> None:
-        self._requests = dict(requests)
-        self._done = dict.fromkeys(requests, 0)
-        self._step_seconds = step_seconds
+@dataclass
+class ToyRequest:
+    sample: Sample
+    done: int = 0
 
-    def step(self, tokens: int) -> Mapping[str, SampleResult | TinsmithError]:
-        time.sleep(self._step_seconds)
-        ended: dict[str, SampleResult | TinsmithError] = {}
-        for request_id, sample in list(self._requests.items()):
+
+class ToySampler(SamplingEngine):
+    """A batch of up to `max_rows` rows in which every step takes `step_seconds`; the next request waits for room."""
+
+    def __init__(self, step_seconds: float = 0.0, max_rows: int = 64) -> None:
+        self.step_seconds = step_seconds
+        self.max_rows = max_rows
+        self.waiting: dict[str, ToyRequest] = {}
+        self.running: dict[str, ToyRequest] = {}
+        self.taken: dict[str, tuple[int | None, str]] = {}
+        """Seed and cache domain of all that was ever added, for tests."""
+        self.most_rows = 0
+        self.done = SampleStats()
+
+    @classmethod
+    def check(cls) -> None:
+        return None
+
+    def add(self, request_id: str, sample: Sample) -> None:
+        if sample.prompt[0] == REFUSE_PROMPT:
+            raise InvalidRequest("the toy refuses this prompt", field="prompt")
+        self.taken[request_id] = (sample.params.seed, sample.cache_domain)
+        self.waiting[request_id] = ToyRequest(sample)
+
+    def cancel(self, request_id: str) -> None:
+        self.waiting.pop(request_id, None)
+        self.running.pop(request_id, None)
+
+    @property
+    def load(self) -> SamplerLoad:
+        active = len(self.waiting) + len(self.running)
+        return SamplerLoad(active, len(self.waiting), self._rows(), self.max_rows)
+
+    def take_stats(self) -> SampleStats:
+        taken, self.done = self.done, SampleStats()
+        return taken
+
+    def step(self) -> SampleStep:
+        time.sleep(self.step_seconds)
+        step = SampleStep()
+        prompts = self._admit()
+        drawn = self._rows()
+        for request_id, request in list(self.running.items()):
+            sample = request.sample
             if sample.prompt[0] == KILL_PROMPT:
                 os.kill(os.getpid(), signal.SIGKILL)
             if sample.prompt[0] == RAISE_PROMPT:
-                raise ValueError("a whole batch fails")
+                raise ValueError("a whole turn fails")
             if sample.adapter_folder is not None and not Path(sample.adapter_folder).exists():
-                ended[request_id] = NotFound("the checkpoint of the sampler does not exist")
-            else:
-                self._done[request_id] += tokens
-                if self._done[request_id] < (sample.params.max_tokens or 16):
-                    continue
-                ended[request_id] = self._result(sample)
-            del self._requests[request_id]
-        return ended
+                step.ended[request_id] = NotFound("the checkpoint of the sampler does not exist")
+                del self.running[request_id]
+                continue
+            if sample.stream:
+                step.deltas[request_id] = [self._delta(sample, row, request.done) for row in range(sample.num_samples)]
+            request.done += 1
+            if request.done >= self._length(sample):
+                step.ended[request_id] = self._result(sample)
+                del self.running[request_id]
+        self.done = SampleStats(
+            self.done.prompt_tokens + prompts,
+            0,
+            self.done.drawn_tokens + drawn,
+            self.done.steps + 1,
+            self.done.seconds + self.step_seconds,
+        )
+        return step
 
-    def cancel(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+    def _admit(self) -> int:
+        """Give waiting requests rows, in order; returns the tokens of their prompts."""
+        prompts = 0
+        while self.waiting:
+            request_id, request = next(iter(self.waiting.items()))
+            if self.running and self._rows() + request.sample.num_samples > self.max_rows:
+                break
+            del self.waiting[request_id]
+            self.running[request_id] = request
+            prompts += len(request.sample.prompt)
+        self.most_rows = max(self.most_rows, self._rows())
+        return prompts
 
-    @property
-    def active(self) -> Sequence[str]:
-        return list(self._requests)
+    def _rows(self) -> int:
+        return sum(request.sample.num_samples for request in self.running.values())
 
-    def _result(self, sample: Sample) -> SampleResult:
-        length = sample.params.max_tokens or 16
+    @staticmethod
+    def _length(sample: Sample) -> int:
+        return sample.params.max_tokens or 16
+
+    def _delta(self, sample: Sample, row: int, place: int) -> SampleDelta:
+        tokens = self._tokens(sample, row)[place : place + 1]
+        topk = None
+        if sample.topk_sample_logprobs:
+            ids = (tokens[:, None] + np.arange(sample.topk_sample_logprobs)).astype(np.int32)
+            topk = TopK(ids, np.zeros(ids.shape, np.float32))
+        return SampleDelta(row, tokens, np.zeros(1, np.float32), topk)
+
+    def _tokens(self, sample: Sample, row: int) -> NDArray[np.int32]:
         shift = 0.0
         if sample.adapter_folder is not None:
             shift = json.loads((Path(sample.adapter_folder) / "toy.json").read_text())["weight"]
-        first = int(sample.prompt[-1] + shift)
-        sequences = tuple(
-            SampledSequence(
-                ((first + row + np.arange(length)) % 100).astype(np.int32), np.zeros(length, np.float32), "length"
+        first = int(sample.prompt[-1] + shift) + row
+        return ((first + np.arange(self._length(sample))) % 100).astype(np.int32)
+
+    def _result(self, sample: Sample) -> SampleResult:
+        return SampleResult(
+            tuple(
+                SampledSequence(tokens, np.zeros(len(tokens), np.float32), "length")
+                for tokens in (self._tokens(sample, row) for row in range(sample.num_samples))
             )
-            for row in range(sample.num_samples)
         )
-        return SampleResult(sequences)
-
-
-class ToyRollout(RolloutEngine):
-    def __init__(self, step_seconds: float = 0.0) -> None:
-        self.step_seconds = step_seconds
-
-    def start(self, requests: Mapping[str, Sample]) -> Generation:
-        return ToyGeneration(requests, self.step_seconds)
 
 
 def build(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -246,4 +319,4 @@ def build(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
     if spec.model == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     engine = ToyEngine(spec.model)
-    return TinkerActorRolloutRefWorker(engine, ToyRollout(), engine.load())
+    return TinkerActorRolloutRefWorker(engine, ToySampler(), engine.load())

@@ -21,18 +21,21 @@ from schemas.operations import (
     OptimStep,
     OptimStepParams,
     Sample,
+    SampleDelta,
     SamplingParams,
     TrainBatch,
 )
 from tests.support.inline_group import InlineWorkerGroup
-from tests.support.toy_worker import INFO, ToyEngine, ToyRollout
+from tests.support.toy_worker import INFO, ToyEngine, ToySampler
 from workers.group import WorkerGroup
 from workers.runtime import ModelRuntime, Ticket
 from workers.tinker import TinkerActorRolloutRefWorker
 
 
-def toy_group(step_seconds: float = 0.0) -> InlineWorkerGroup:
-    return InlineWorkerGroup(lambda progress: TinkerActorRolloutRefWorker(ToyEngine(), ToyRollout(step_seconds), INFO))
+def toy_group(step_seconds: float = 0.0, max_rows: int = 64) -> InlineWorkerGroup:
+    return InlineWorkerGroup(
+        lambda progress: TinkerActorRolloutRefWorker(ToyEngine(), ToySampler(step_seconds, max_rows), INFO)
+    )
 
 
 def create(seed: int = 1, rank: int = 8) -> CreateModel:
@@ -72,6 +75,7 @@ class Client:
         seq_id: int | None = None,
         request_id: str | None = None,
         project_id: str | None = None,
+        progress: Callable[[SampleDelta], None] | None = None,
     ) -> asyncio.Future[Any]:
         name = request_id or f"{self.project_id}-{next(self._ids)}"
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -91,7 +95,15 @@ class Client:
         project, is_step = project_id or self.project_id, isinstance(operation, OptimStep)
         self.runtime.submit(
             Ticket(
-                name, project, model_id, seq_id, load, done, started=lambda: self.started.append(name), is_step=is_step
+                name,
+                project,
+                model_id,
+                seq_id,
+                load,
+                done,
+                started=lambda: self.started.append(name),
+                is_step=is_step,
+                progress=progress,
             )
         )
         return outcome
@@ -136,7 +148,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 async def until_state(runtime: ModelRuntime, state: str) -> None:
-    await until(lambda: runtime.state == state)
+    await until(lambda: runtime.state == state, 60)
 
 
 def process_exists(pid: int) -> bool:

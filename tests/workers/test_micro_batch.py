@@ -27,7 +27,7 @@ from schemas.operations import (
     TrainBatch,
     TrainResult,
 )
-from tests.support.toy_worker import INFO, ToyEngine, ToyRollout
+from tests.support.toy_worker import INFO, ToyEngine, ToySampler
 from tests.workers.harness import batch, step
 from workers.tinker import TinkerActorRolloutRefWorker, TinkerTrainingWorker
 
@@ -136,7 +136,7 @@ def test_dropped_operations_are_forgotten_first(engine: ToyEngine, monkeypatch: 
 
 
 def test_the_combined_worker_runs_turns_on_its_actor(engine: ToyEngine) -> None:
-    worker = TinkerActorRolloutRefWorker(engine, ToyRollout(), INFO)
+    worker = TinkerActorRolloutRefWorker(engine, ToySampler(), INFO)
     step = AdapterStep("2", "a", OptimStep(OptimStepParams(lr=1.0)))
     assert set(worker.run_micro_batch(MicroBatch({"1": batch("a")}, (whole("1"),), (step,))).outcomes) == {"1", "2"}
 

@@ -28,7 +28,7 @@ from schemas.operations import (
 )
 from tests.support.inline_group import InlineWorkerGroup
 from tests.support.tiny_model import make_tiny_model
-from tests.workers.harness import running, until_state, value
+from tests.workers.harness import running, until, until_state, value
 from workers.local import LocalWorkerGroup
 from workers.spec import WorkerSpec
 
@@ -64,6 +64,11 @@ async def test_train_save_sample_kill_and_resume(tmp_path: Path) -> None:
         drawn = await value(client.submit(request), 30)
 
         again = client.submit(request)
+        told: list[int] = []
+        unseeded = Sample(np.array([40, 50], np.int64), SamplingParams(max_tokens=200, stop=()), 1, folder)
+        streamed = client.submit(unseeded, progress=lambda delta: told.extend(delta.tokens.tolist()))
+        await until(lambda: len(told) > 8)
+        seen = list(told)
         os.kill(group.pids[0], signal.SIGKILL)
         with pytest.raises(ModelLost):
             await value(client.submit(STEP, "m", 19), 30)
@@ -71,6 +76,10 @@ async def test_train_save_sample_kill_and_resume(tmp_path: Path) -> None:
         assert lost == ["m"]
         for one, other in zip(drawn.sequences, (await value(again, 30)).sequences, strict=True):
             np.testing.assert_array_equal(one.tokens, other.tokens)
+        [stream] = (await value(streamed, 30)).sequences
+        assert told == stream.tokens.tolist(), "every token once, also those of before the kill"
+        assert 8 < len(seen) < 200
+        assert told[: len(seen)] == seen
         runtime.open_model("r")
         assert (await value(client.submit(LoadWeights(folder, True, create=True), "r", 0))).lora.rank == 8
         after = await value(client.submit(overfit("r", backward=False), "r", 1))

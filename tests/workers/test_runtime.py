@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from schemas.errors import EngineFailure, Gone, InvalidRequest, NotFound, TinsmithError, Unavailable
 from schemas.operations import LoadWeights, Operation, SampleResult, SaveWeights, ZeroGrad
-from tests.support.toy_worker import RAISE_PROMPT
 from tests.workers.harness import batch, create, running, sample, step, toy_group, until, until_state, value
 from workers.runtime import Ticket
 
@@ -42,7 +41,7 @@ async def test_every_operation_reaches_its_worker_method(tmp_path: Path) -> None
     expected = ["create_adapter", "forward_backward", "optimizer_zero_grad", "forward_backward", "optimizer_step"]
     expected += ["infer_batch", "save_checkpoint", "load_checkpoint", "load_checkpoint", "infer_batch"]
     assert group.calls[:10] == expected
-    assert group.calls[10:] == ["start_generation", "step_generation"]
+    assert group.calls[10:] == ["sample_turn", "sample_turn"]
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -154,53 +153,6 @@ async def test_models_and_projects_take_turns(micro_batch_tokens: int) -> None:
         assert turns == ["b1", "a2", "b1", "a1", "b1", "a2", "b1", "a1", "a2", "a1", "a2"], turns
 
 
-async def test_samples_progress_during_a_long_training_queue_and_vice_versa() -> None:
-    async with running(toy_group(step_seconds=0.005), decode_slice=4, micro_batch_tokens=2) as (runtime, client, _):
-        runtime.open_model("m")
-        await value(client.submit(create(), "m", 0))
-        training = [client.submit(batch("m", sleep=0.005), "m", 1 + i, f"train-{i}") for i in range(30)]
-        samples = [client.submit(sample(tokens=40), request_id=f"sample-{i}") for i in range(3)]
-        await asyncio.gather(*training, *samples)
-        last_sample = max(client.order.index(f"sample-{i}") for i in range(3))
-        between = [name for name in client.order[:last_sample] if name.startswith("train")]
-        assert 5 <= len(between) <= 20, f"{len(between)} of 30 training operations before the last sample"
-
-
-async def test_samples_are_batched_by_rows_and_fair_between_projects() -> None:
-    group = toy_group(step_seconds=0.02)
-    async with running(group, max_sample_rows=8, decode_slice=8) as (_runtime, client, _):
-        greedy = [client.submit(sample(rows=4), request_id=f"g{i}", project_id="greedy") for i in range(20)]
-        other = client.submit(sample(rows=4), request_id="other", project_id="modest")
-        await other
-        assert client.order.index("other") <= 4, client.order
-        await asyncio.gather(*greedy)
-        assert group.calls.count("start_generation") == 11
-        wide = await value(client.submit(sample(rows=20)))
-        assert len(wide.sequences) == 20
-
-
-async def test_the_room_for_tokens_bounds_what_decodes_at_once_and_refuses_what_could_never_fit() -> None:
-    group = toy_group(step_seconds=0.02)
-    async with running(group, max_sample_tokens=100, decode_slice=8) as (_runtime, client, _):
-        length = len(sample().prompt)
-        wide = [client.submit(sample(rows=2, tokens=40 - length), request_id=f"w{i}") for i in range(3)]
-        for outcome in wide:
-            assert isinstance(await value(outcome), SampleResult)
-        # 80 of 100 tokens each: never two of them in one batch, nor in two batches at the same time.
-        assert group.calls.count("start_generation") == 3
-        with pytest.raises(InvalidRequest, match="room for 100") as refused:
-            await value(client.submit(sample(rows=3, tokens=40 - length)))
-        assert refused.value.field == "num_samples"
-
-
-async def test_samples_are_loaded_only_when_they_are_about_to_run() -> None:
-    async with running(toy_group(step_seconds=0.05), max_sample_rows=1) as (_, client, _lost):
-        outcomes = [client.submit(sample(tokens=8)) for _ in range(10)]
-        await asyncio.sleep(0.03)
-        assert len(client.loads) <= 5
-        await asyncio.gather(*outcomes)
-
-
 async def test_of_one_model_at_most_one_operation_is_loaded_ahead() -> None:
     async with running(toy_group(), micro_batch_tokens=2) as (runtime, client, _):
         runtime.open_model("m")
@@ -210,34 +162,6 @@ async def test_of_one_model_at_most_one_operation_is_loaded_ahead() -> None:
         await asyncio.sleep(0.05)
         assert client.loads == ["p-0", "p-1", "p-2", "p-3"]
         await asyncio.gather(*outcomes)
-
-
-async def test_one_bad_sample_fails_alone() -> None:
-    async with running(toy_group()) as (_, client, _lost):
-        good = [client.submit(sample(i)) for i in range(1, 4)]
-        bad = client.submit(sample(RAISE_PROMPT))
-        missing = client.submit(sample(1, folder="/no/such/checkpoint"))
-        for outcome in good:
-            assert isinstance(await value(outcome), SampleResult)
-        with pytest.raises(EngineFailure):
-            await value(bad)
-        with pytest.raises(NotFound, match="does not exist"):
-            await value(missing)
-
-
-async def test_cancelled_samples_end_at_once_and_free_their_batch() -> None:
-    group = toy_group(step_seconds=0.02)
-    async with running(group, max_sample_rows=1, decode_slice=1) as (runtime, client, _):
-        outcomes = [client.submit(sample(tokens=10_000), request_id=f"s{i}") for i in range(6)]
-        await asyncio.sleep(0.1)
-        for i in range(6):
-            runtime.cancel(f"s{i}")
-        runtime.cancel("unknown")
-        for outcome in outcomes:
-            with pytest.raises(Gone):
-                await value(outcome, 1)
-        assert isinstance(await value(client.submit(sample(tokens=2))), SampleResult)
-        assert group.worker._generations == {}
 
 
 async def test_cancelling_while_the_request_is_read_back_does_not_disturb_the_runtime() -> None:
@@ -261,15 +185,6 @@ async def test_cancelling_while_the_request_is_read_back_does_not_disturb_the_ru
             await value(outcome, 1)
         go_on.set()
         assert isinstance(await value(client.submit(sample())), SampleResult)
-
-
-async def test_a_burst_of_samples_decodes_as_one_batch() -> None:
-    group = toy_group()
-    async with running(group) as (_runtime, client, _):
-        first = client.submit(sample(1))
-        await asyncio.sleep(0.002)
-        await asyncio.gather(first, *(client.submit(sample(i)) for i in range(2, 8)))
-        assert group.calls.count("start_generation") == 1
 
 
 async def test_training_cannot_be_cancelled() -> None:
@@ -391,24 +306,6 @@ async def test_stop_without_enough_grace_answers_everything() -> None:
         assert all(outcome.done() for outcome in outcomes)
         with pytest.raises(Unavailable):
             await value(outcomes[1])
-
-
-async def test_lost_samples_run_again_and_a_deadly_one_fails_without_its_neighbours() -> None:
-    group = toy_group(step_seconds=0.01)
-    async with running(group, decode_slice=1) as (runtime, client, lost):
-        runtime.open_model("m")
-        await value(client.submit(create(), "m", 0))
-        outcomes = [client.submit(sample(i, tokens=20)) for i in range(1, 5)]
-        await asyncio.sleep(0.05)
-        group.die()
-        queued = client.submit(batch("m"), "m", 1)
-        with pytest.raises(TinsmithError, match="was lost") as caught:
-            await value(queued)
-        assert "create_training_client_from_state_with_optimizer" in (caught.value.hint or "")
-        assert lost == ["m"]
-        for outcome in outcomes:
-            assert isinstance(await value(outcome), SampleResult)
-        assert runtime.state == "ready"
 
 
 async def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.operations import Operation, OperationResult, ZeroGrad
-from workers.scheduler import SampleLine, TrainingLine
+from workers.scheduler import TrainingLine
 from workers.tickets import Entry, Ticket
 
 
@@ -100,23 +100,6 @@ def test_a_reason_counts_the_tokens_that_others_are_owed() -> None:
     assert line.reason(waiting) == "waiting for its turn: next"
     line.close_model("a")
     assert line.reason(waiting) == "about to be answered"
-
-
-@given(st.lists(st.sampled_from("PQR"), min_size=1, max_size=20), st.sets(st.integers(0, 19)))
-def test_sample_turns_go_round_projects_and_skip_answered_ones(projects: list[str], answered: set[int]) -> None:
-    line = SampleLine()
-    entries = [entry(project_id, None, None, str(index)) for index, project_id in enumerate(projects)]
-    for item in entries:
-        line.add(item)
-    for index in answered & set(range(len(entries))):
-        entries[index].over = True
-    order: list[Entry] = []
-    while (head := line.peek()) is not None:
-        line.take(head)
-        order.append(head)
-    alive = [item for item in entries if not item.over]
-    assert sorted(item.ticket.request_id for item in order) == sorted(item.ticket.request_id for item in alive)
-    assert_turns([item.ticket.project_id for item in order], Counter(item.ticket.project_id for item in alive))
 
 
 def test_a_model_that_waits_for_a_gap_does_not_hold_up_its_project() -> None:

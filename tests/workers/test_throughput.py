@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from schemas.operations import PassStats
-from workers.throughput import ThroughputMeter
+from schemas.operations import PassStats, SampleStats
+from workers.throughput import GAP_BATCHES, LogprobGap, ThroughputMeter
 
 
 def test_nothing_was_computed_yet() -> None:
@@ -44,3 +44,30 @@ def test_the_memory_of_the_rate_does_not_grow_with_the_number_of_turns() -> None
         meter.add(PassStats(), tokens=1, budget=1, steps=0, busy=0.01, now=turn * 0.01)
     assert meter.read(200.0, 0.0).tokens_per_second == pytest.approx(100.0, rel=0.05)
     assert len(meter._recent) <= 70
+
+
+def test_sampling_has_totals_and_a_rate_of_its_own() -> None:
+    meter = ThroughputMeter()
+    meter.begin(0.0)
+    meter.add_sampling(SampleStats(100, 20, 30, 8, 0.5), busy=0.6, now=1.0)
+    meter.add_sampling(SampleStats(10, 5, 60, 2, 0.25), busy=0.3, now=30.0)
+    read = meter.read(40.0, 0.0).sampling
+    assert (read.prompt_tokens, read.cached_tokens, read.drawn_tokens, read.steps, read.turns) == (110, 25, 90, 10, 2)
+    assert read.seconds == 0.75
+    assert read.busy_seconds == pytest.approx(0.9)
+    assert read.tokens_per_second == pytest.approx(90 / 40)
+    assert meter.read(80.0, 0.0).sampling.tokens_per_second == pytest.approx(60 / 60)
+    assert meter.read(40.0, 0.0).tokens == 0, "tokens of training are counted apart"
+
+
+def test_the_gap_between_sampler_and_trainer_is_that_of_the_latest_batches() -> None:
+    meter = ThroughputMeter()
+    meter.note_gap({"loss:sum": 1.0})
+    assert meter.read(1.0, 0.0).logprob_gap == LogprobGap()
+    meter.note_gap({"logprob_gap_abs:mean": 0.5, "logprob_gap_abs:max": 8.0})
+    meter.note_gap({"logprob_gap_abs:mean": 0.25, "logprob_gap_abs:max": 1.0})
+    meter.note_gap({"logprob_gap_abs:mean": float("nan"), "logprob_gap_abs:max": float("inf")})
+    assert meter.read(1.0, 0.0).logprob_gap == LogprobGap(0.375, 8.0, 2, 1)
+    for _ in range(GAP_BATCHES):
+        meter.note_gap({"logprob_gap_abs:mean": 0.125, "logprob_gap_abs:max": 0.5})
+    assert meter.read(1.0, 0.0).logprob_gap == LogprobGap(0.125, 0.5, GAP_BATCHES, 0)

@@ -18,6 +18,7 @@ from workers import turn_runner
 from workers.local import LocalWorkerGroup
 from workers.runtime import ModelRuntime, Ticket
 from workers.spec import WorkerSpec
+from workers.throughput import LogprobGap
 from workers.turns import PREFETCHED_BATCHES
 
 
@@ -329,3 +330,19 @@ async def test_throughput_adds_up_over_turns() -> None:
         assert read.seconds == {"base": 1.0, "lora": 0.5}
         assert read.wall_seconds == 10.0
         assert read.mfu is None
+
+
+async def test_batches_with_logprobs_of_a_sampler_tell_how_far_it_is_from_the_trainer() -> None:
+    async with running(toy_group()) as (runtime, client, _):
+        await created(runtime, client, "P.m")
+        targets = np.array([2, 3])
+        for seq_id, sampled in ((1, [2.5, 3.0]), (2, [2.0, 4.0])):
+            inputs = {
+                "target_tokens": targets,
+                "weights": np.ones(2, np.float32),
+                "logprobs": np.array(sampled, np.float32),
+            }
+            datum = Datum(np.array([1, 2], np.int64), inputs)
+            await value(submit(client, "P.m", seq_id, TrainBatch("P.m", (datum,), "ppo")))
+        await value(submit(client, "P.m", 3, batch("P.m")))
+        assert runtime.throughput().logprob_gap == LogprobGap(mean=0.375, max=1.0, batches=2)

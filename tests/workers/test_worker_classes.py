@@ -12,10 +12,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.rollout import TorchRollout
 from schemas.errors import InvalidRequest, NotFound, TinsmithError
-from schemas.operations import Datum, LoraSpec, OptimStepParams, Sample, SamplingParams, TrainBatch, TrainResult
+from schemas.operations import (
+    Datum,
+    LoraSpec,
+    OptimStepParams,
+    Sample,
+    SampleTurn,
+    SamplingParams,
+    TrainBatch,
+    TrainResult,
+)
 from tests.support.tiny_model import make_tiny_model
 from workers.actor_rollout_ref import ActorRolloutRefWorker
 from workers.dispatch import registered_methods
@@ -82,7 +91,7 @@ def test_parts_come_from_the_class_attributes(engine: TorchEngine) -> None:
     class Custom(TinkerActorRolloutRefWorker):
         ref_worker_cls = OtherRef
 
-    rollout = TorchRollout(engine.model, engine.router, None)
+    rollout = TorchSampler(engine.model, engine.router, None)
     plain = ActorRolloutRefWorker(engine, rollout, engine.info)
     assert type(plain.actor) is TrainingWorker
     assert type(plain.ref) is TrainingWorker
@@ -108,7 +117,7 @@ def test_the_primitives_of_the_combined_worker_go_through_its_actor(engine: Torc
     class Combined(TinkerActorRolloutRefWorker):
         actor_worker_cls = Recording
 
-    worker = Combined(engine, TorchRollout(engine.model, engine.router, None), engine.info)
+    worker = Combined(engine, TorchSampler(engine.model, engine.router, None), engine.info)
     worker.create_adapter("a", LORA)
     worker.forward_backward(batch())
     worker.optimizer_zero_grad("a")
@@ -235,7 +244,7 @@ def test_infer_touches_no_gradient_and_checkpoints_round_trip(worker: TinkerTrai
 
 def test_one_worker_trains_samples_and_scores_on_one_copy(engine: TorchEngine, folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    worker = TinkerActorRolloutRefWorker(engine, TorchRollout(engine.model, engine.router, tokenizer), engine.info)
+    worker = TinkerActorRolloutRefWorker(engine, TorchSampler(engine.model, engine.router, tokenizer), engine.info)
     worker.create_adapter("a", LORA)
     base = worker.infer_batch(batch()).logprobs[0]
     np.testing.assert_array_equal(worker.ref_infer_batch(batch()).logprobs[0], base)
@@ -246,14 +255,14 @@ def test_one_worker_trains_samples_and_scores_on_one_copy(engine: TorchEngine, f
     worker.save_checkpoint("a", str(tmp_path / "c"), False)
     prompt = np.array([10, 20, 30], np.int64)
     greedy = SamplingParams(max_tokens=6, temperature=0.0, stop=())
-    worker.start_generation(
-        "g", {"base": Sample(prompt, greedy), "tuned": Sample(prompt, greedy, 1, str(tmp_path / "c"))}
-    )
-    ended: dict[str, Any] = {}
-    for _ in range(10):
+    added = {"base": Sample(prompt, greedy), "tuned": Sample(prompt, greedy, 1, str(tmp_path / "c"))}
+    turn = worker.sample_turn(SampleTurn(added=added, steps=2))
+    ended: dict[str, Any] = dict(turn.ended)
+    assert turn.load.active == 2
+    for _ in range(40):
         if len(ended) == 2:
             break
-        ended.update(worker.step_generation("g", 2))
+        ended.update(worker.sample_turn(SampleTurn(steps=2)).ended)
     for name, adapter_id in (("base", None), ("tuned", "a")):
         [sequence] = ended[name].sequences
         full = np.concatenate([prompt, sequence.tokens.astype(np.int64)])
@@ -261,7 +270,5 @@ def test_one_worker_trains_samples_and_scores_on_one_copy(engine: TorchEngine, f
         score = worker.infer_batch if adapter_id else worker.ref_infer_batch
         result = score(TrainBatch("a", (scored,), "cross_entropy"))
         np.testing.assert_allclose(result.logprobs[0][len(prompt) - 1 :], sequence.logprobs, atol=1e-4)
-    with pytest.raises(NotFound):
-        worker.step_generation("g", 1)
-    worker.cancel_sample("g", "base")
-    worker.end_generation("g")
+    worker.sample_turn(SampleTurn(added={"gone": Sample(prompt, greedy)}, steps=1))
+    assert worker.sample_turn(SampleTurn(cancelled=("gone", "unknown"))).load.active == 0

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.torch_engine.sampling_rules import tempered_logprobs
+from engines.sampling.sampling_rules import tempered_logprobs
 from schemas.operations import Sample, TopK
 
 

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 
 from engines.lora import AdapterWeights, Router, Segments, attach, init_adapter, linear_families
 from engines.peft_format import read_adapter, write_adapter
-from engines.torch_engine import generation, model_pass
+from engines.sampling import torch_sampler
+from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.rollout import TorchRollout
 from schemas.errors import EngineFailure, InvalidRequest, OutOfMemory, TinsmithError
 from schemas.operations import Datum, LoraSpec, Sample, SampledSequence, SampleResult, SamplingParams, TrainBatch
 from tests.support.tiny_model import make_tiny_model
@@ -38,8 +38,8 @@ class World:
     adapters: dict[str, AdapterWeights]
     folders: dict[str, str]
 
-    def engine(self, **options: Any) -> TorchRollout:
-        return TorchRollout(self.model, self.router, self.tokenizer, **options)
+    def engine(self, **options: Any) -> TorchSampler:
+        return TorchSampler(self.model, self.router, self.tokenizer, **options)
 
     def forced(self, tokens: list[int], adapter: str | None = None, temperature: float = 1.0) -> torch.Tensor:
         """log softmax(logits / T) [len, V] of one plain pass over the whole sequence, no cache."""
@@ -77,15 +77,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(model, router, twin, AutoTokenizer.from_pretrained(folder), adapters, folders)
 
 
-def run(
-    engine: TorchRollout, requests: Mapping[str, Sample], tokens: int = 5
-) -> dict[str, SampleResult | TinsmithError]:
-    running = engine.start(requests)
+def run(engine: TorchSampler, requests: Mapping[str, Sample]) -> dict[str, SampleResult | TinsmithError]:
     ended: dict[str, SampleResult | TinsmithError] = {}
-    while running.active:
-        ended.update(running.step(tokens))
+    for name, request in requests.items():
+        try:
+            engine.add(name, request)
+        except TinsmithError as error:
+            ended[name] = error
+    ended |= finish(engine)
     assert list(ended.keys() ^ requests.keys()) == []
     return ended
+
+
+def finish(engine: TorchSampler) -> dict[str, SampleResult | TinsmithError]:
+    """Step until nothing is left."""
+    ended: dict[str, SampleResult | TinsmithError] = {}
+    while engine.load.active:
+        ended |= engine.step().ended
+    return ended
+
+
+def start(engine: TorchSampler, requests: Mapping[str, Sample]) -> TorchSampler:
+    for name, request in requests.items():
+        engine.add(name, request)
+    return engine
+
+
+def active(engine: TorchSampler) -> set[str]:
+    return {*engine._running, *(name for name, _ in engine._waiting)}
 
 
 def succeeded(result: SampleResult | TinsmithError) -> SampleResult:
@@ -193,11 +212,10 @@ def test_a_request_can_have_its_plain_logprobs_beside_the_reported_ones(world: W
             assert (abs(plain - sequence.logprobs).max() > 0.01) == (temperature == 0.5)
 
 
-@pytest.mark.parametrize("cells", [2**25, 259 * 7])
-def test_prompt_scores_equal_a_plain_pass(world: World, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "_SCORED_CELLS", cells)  # the small value reads the prompt in pieces of 7
-    monkeypatch.setattr(generation, "_PREFILL_CHUNK", 11)
-    prompt = PROMPTS[4]
+@pytest.mark.parametrize("prefill_tokens", [1, 256])
+@pytest.mark.parametrize("length", [43, 64, 116])
+def test_prompt_scores_equal_a_plain_pass(world: World, prefill_tokens: int, length: int) -> None:
+    prompt = [(7 * i) % 250 + 3 for i in range(length)]
     targets = np.full((len(prompt) - 1, 2), -1)
     targets[::3, 0], targets[5, 1] = 77, 0
     asked = sample(
@@ -214,7 +232,7 @@ def test_prompt_scores_equal_a_plain_pass(world: World, cells: int, monkeypatch:
         "none": sample(prompt, adapter_folder=world.folders["a"]),
         "base": sample(prompt, prompt_logprobs=True),
     }
-    ended = run(world.engine(), requests)
+    ended = run(world.engine(prefill_tokens=prefill_tokens), requests)
     full = world.forced(prompt, "a")[:-1]
     expected = full.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
     result = succeeded(ended["all"])
@@ -265,7 +283,7 @@ def test_models_with_other_caches_are_decoded_request_by_request(world: World, k
         model = _hybrid_model()
     model = model.eval()
     expected = [hf_greedy(model, prompt, 9) for prompt in PROMPTS[:3]]
-    engine = TorchRollout(model, attach(model), world.tokenizer)
+    engine = TorchSampler(model, attach(model), world.tokenizer)
     ended = run(engine, {str(i): sample(p, replace(GREEDY, max_tokens=9)) for i, p in enumerate(PROMPTS[:3])})
     assert [sequences(ended[str(i)])[0] for i in range(3)] == expected
     drawn = sample(PROMPTS[0], SamplingParams(max_tokens=9, seed=1, stop=()), num_samples=3, prompt_logprobs=True)
@@ -309,7 +327,7 @@ def test_seeds_repeat_in_any_company_and_differ_among_samples(world: World, seed
     request = sample(PROMPTS[2], params, num_samples=6)
     first = sequences(run(world.engine(), {"x": request})["x"])
     company = {"y": sample(PROMPTS[1], params), "x": request, "z": sample(PROMPTS[4], SamplingParams(max_tokens=20))}
-    assert sequences(run(world.engine(), company, tokens=3)["x"]) == first
+    assert sequences(run(world.engine(), company)["x"]) == first
     assert len({tuple(tokens) for tokens in first}) == 6
     # sample i does not depend on how many are drawn
     assert sequences(run(world.engine(), {"x": replace(request, num_samples=2)})["x"]) == first[:2]
@@ -359,7 +377,7 @@ def test_end_of_sequence_stops_only_by_default(world: World) -> None:
 
 def _drawn(world: World, seed: int, stop: Any) -> SampledSequence:
     params = SamplingParams(max_tokens=30, temperature=1.5, seed=seed, stop=stop)
-    return succeeded(run(world.engine(), {"x": sample(PROMPTS[3], params)}, tokens=30)["x"]).sequences[0]
+    return succeeded(run(world.engine(), {"x": sample(PROMPTS[3], params)})["x"]).sequences[0]
 
 
 def _free_tokens(world: World, seed: int) -> list[int]:
@@ -368,7 +386,7 @@ def _free_tokens(world: World, seed: int) -> list[int]:
 
 # -- limits and refusals ---------------------------------------------------------------------------------------------
 def test_without_max_tokens_it_runs_to_the_end_of_the_context(world: World) -> None:
-    result = succeeded(run(world.engine(), {"x": sample([7] * 100, replace(GREEDY, max_tokens=None))}, 50)["x"])
+    result = succeeded(run(world.engine(), {"x": sample([7] * 100, replace(GREEDY, max_tokens=None))})["x"])
     assert len(result.sequences[0].tokens) == 28
     assert result.sequences[0].stop_reason == "length"
 
@@ -409,71 +427,179 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_alone(
     assert isinstance(ended["good"], SampleResult)
 
 
-# -- life of a batch -------------------------------------------------------------------------------------------------
-def test_steps_are_bounded_and_active_shrinks(world: World) -> None:
-    requests = {"short": sample(PROMPTS[0], replace(GREEDY, max_tokens=2)), "long": sample(PROMPTS[1])}
-    running = world.engine().start(requests)
-    assert set(running.active) == {"short", "long"}
-    assert running.step(1) == {}
-    assert set(running.step(1)) == {"short"}
-    assert list(running.active) == ["long"]
-    assert running.step(9) == {}
-    assert set(running.step(1)) == {"long"}  # 12 tokens: 1 + 1 + 9 + 1
-    assert list(running.active) == []
-    assert running.step(5) == {}
+# -- the same bits in any company ------------------------------------------------------------------------------------
+def bits(result: SampleResult | TinsmithError) -> list[tuple[bytes, bytes]]:
+    """Tokens and logprobs, to the last bit."""
+    return [(each.tokens.tobytes(), each.logprobs.tobytes()) for each in succeeded(result).sequences]
 
 
-def test_prompts_beyond_the_budget_join_later_and_change_nothing(world: World) -> None:
-    requests = {str(i): sample(p) for i, p in enumerate(PROMPTS)}
-    running = world.engine(prefill_tokens=30).start(requests)
-    ended = dict(running.step(1))
-    assert len(running._waiting) == 2  # 3 + 23 tokens leave some of the 30, so the third is read as well
-    while running.active:
-        ended.update(running.step(2))
-    assert {n: sequences(r) for n, r in ended.items()} == {
-        n: sequences(r) for n, r in run(world.engine(), requests).items()
+def mixed(world: World, count: int, seed: int) -> dict[str, Sample]:
+    """Requests of any kind."""
+    rng = np.random.default_rng(seed)
+    requests: dict[str, Sample] = {}
+    for i in range(count):
+        beginning = [[11] * 70, list(range(5, 75)), []][rng.integers(3)]
+        prompt = [*beginning, *rng.integers(3, 259, rng.integers(1, 30)).tolist()]
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 14)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0, 1.3])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            top_k=int(rng.choice([-1, 20])),
+            seed=int(rng.integers(1 << 40)),
+            stop=() if rng.random() < 0.7 else None,
+        )
+        folder = rng.choice(["a", "b", "c", ""])
+        requests[f"{seed}-{i}"] = sample(
+            prompt,
+            params,
+            num_samples=int(rng.choice([1, 1, 2, 5])),
+            adapter_folder=world.folders[folder] if folder else None,
+            prompt_logprobs=bool(rng.random() < 0.2),
+        )
+    return requests
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_gives_each_request_the_bits_that_it_has_alone(world: World, seed: int) -> None:
+    """In a crowd that joins over time, with little room (rows wait, some are put aside) and with shared beginnings."""
+    requests = mixed(world, 24, seed)
+    alone = {
+        name: bits(run(world.engine(prefix_tokens=0), {name: request})[name]) for name, request in requests.items()
     }
-
-
-def test_a_long_prompt_is_read_over_several_steps_and_can_be_cancelled(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generation, "_PREFILL_CHUNK", 16)
-    requests = {"short": sample(PROMPTS[0]), "long": sample([9] * 100, prompt_logprobs=False), "last": sample([4])}
-    expected = run(world.engine(), requests)
-    running = world.engine(prefill_tokens=20).start(requests)
+    engine = world.engine(max_rows=12, max_tokens=1280, prefill_tokens=64)
     ended: dict[str, SampleResult | TinsmithError] = {}
-    steps = 0
-    while "long" not in ended:
-        ended.update(running.step(2))
-        steps += 1
-        assert steps < 40
-    assert steps > 4  # 100 tokens at 32 a step, beside the others' decoding
-    while running.active:
-        ended.update(running.step(2))
-    assert {n: sequences(r) for n, r in ended.items()} == {n: sequences(r) for n, r in expected.items()}
-    running = world.engine(prefill_tokens=20).start(requests)
-    running.step(1)
-    running.cancel("long")
-    assert set(running.active) == {"short", "last"}
-    while running.active:
-        ended = dict(running.step(20))
-    assert sequences(ended["last"]) == sequences(expected["last"])
+    for name, request in requests.items():
+        engine.add(name, request)
+        ended |= engine.step().ended
+    ended |= finish(engine)
+    assert {name: bits(result) for name, result in ended.items()} == alone
+
+
+def test_samples_of_one_request_do_not_depend_on_how_many_there_are(world: World) -> None:
+    request = sample(PROMPTS[2], SamplingParams(max_tokens=8, seed=5, stop=()), num_samples=20)
+    many = bits(run(world.engine(), {"x": request})["x"])
+    for count in (1, 3):
+        assert bits(run(world.engine(), {"x": replace(request, num_samples=count)})["x"]) == many[:count]
+
+
+def test_a_known_beginning_is_not_read_again(world: World) -> None:
+    prompt = [(5 * i) % 250 + 3 for i in range(100)]
+    request = sample(prompt, SamplingParams(max_tokens=9, seed=1, stop=()), cache_domain="p")
+    engine = world.engine()
+    first, again = (run(engine, {"x": request})["x"] for _ in range(2))
+    assert bits(first) == bits(again)
+    assert [succeeded(one).prompt_cache_hit_tokens for one in (first, again)] == [0, 64]
+    exact = run(engine, {"x": sample(prompt[:64], request.params, cache_domain="p")})["x"]
+    assert succeeded(exact).prompt_cache_hit_tokens == 0  # its last token's logits are needed
+    for other in (
+        replace(request, cache_domain="q"),
+        replace(request, adapter_folder=world.folders["a"]),
+        replace(request, prompt=np.array([4, *prompt[1:]])),
+        replace(request, prompt_logprobs=True),  # every position's logits are needed
+    ):
+        assert succeeded(run(engine, {"x": other})["x"]).prompt_cache_hit_tokens == 0
+    scored = run(engine, {"x": replace(request, prompt_logprobs=True, prompt_logprobs_last_n=20)})["x"]
+    assert succeeded(scored).prompt_cache_hit_tokens == 64
+    stats = engine.take_stats()
+    assert stats.cached_tokens == 128
+    assert engine.load.prefix_tokens > 0
+
+
+def test_the_youngest_is_put_aside_when_rows_outgrow_the_room(world: World, tmp_path: Path) -> None:
+    def roomy(**options: Any) -> TorchSampler:
+        """Positions beyond what the tiny model was made for are as good as any others here."""
+        engine = world.engine(**options)
+        engine._facts = replace(engine._facts, context_length=512)
+        return engine
+
+    params = SamplingParams(max_tokens=180, temperature=1.0, seed=3, stop=())
+    requests = {str(i): sample([9 + i] * 20, params) for i in range(4)}
+    alone = {name: bits(run(roomy(), {name: request})[name]) for name, request in requests.items()}
+    engine = start(roomy(max_tokens=512, aside_folder=tmp_path / "aside"), requests)
+    ended: dict[str, SampleResult | TinsmithError] = {}
+    most = aside = 0
+    while engine.load.active:
+        ended |= engine.step().ended
+        most, aside = max(most, engine.load.tokens), max(aside, engine.load.preempted)
+    assert {name: bits(result) for name, result in ended.items()} == alone
+    assert aside >= 1
+    assert most <= 512
+    assert list((tmp_path / "aside").iterdir()) == []
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(world: World) -> None:
+    with pytest.raises(InvalidRequest, match="room for 384") as caught:
+        world.engine(max_tokens=384).add("x", sample([3] * 20, replace(GREEDY, max_tokens=80), num_samples=4))
+    assert caught.value.code == "sample_too_large"
+
+
+def test_streams_tell_every_token_once(world: World) -> None:
+    request = sample(PROMPTS[0], SamplingParams(max_tokens=7, seed=2, stop=()), num_samples=3, stream=True)
+    engine = start(world.engine(), {"x": request, "quiet": replace(request, stream=False)})
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    ended: dict[str, SampleResult | TinsmithError] = {}
+    while engine.load.active:
+        step = engine.step()
+        assert set(step.deltas) <= {"x"}
+        for delta in step.deltas.get("x", []):
+            told[delta.index] += delta.tokens.tolist()
+        ended |= step.ended
+    assert [told[i] for i in range(3)] == sequences(ended["x"]) == sequences(ended["quiet"])
+
+
+# -- life of a batch -------------------------------------------------------------------------------------------------
+def test_a_step_draws_one_token_of_each_row(world: World) -> None:
+    requests = {"short": sample(PROMPTS[0], replace(GREEDY, max_tokens=2)), "long": sample(PROMPTS[1])}
+    engine = start(world.engine(), requests)
+    ended = [set(engine.step().ended) for _ in range(13)]  # the first step only reads the prompts
+    assert ended == [set(), set(), {"short"}, *[set()] * 9, {"long"}]
+    assert engine.load.active == 0
+    assert engine.step().ended == {}
+
+
+def test_requests_join_a_running_batch_and_change_nothing(world: World) -> None:
+    requests = {str(i): sample(p) for i, p in enumerate(PROMPTS)}
+    expected = {n: sequences(r) for n, r in run(world.engine(), requests).items()}
+    engine = world.engine()
+    ended: dict[str, SampleResult | TinsmithError] = {}
+    for name, request in requests.items():
+        engine.add(name, request)
+        for _ in range(3):
+            ended |= engine.step().ended
+    ended |= finish(engine)
+    assert {n: sequences(r) for n, r in ended.items()} == expected
+
+
+def test_a_long_prompt_is_read_over_several_steps_and_can_be_cancelled(world: World) -> None:
+    requests = {
+        "short": sample(PROMPTS[0]),
+        "long": sample([9] * 116, replace(GREEDY, max_tokens=5)),
+        "last": sample([4]),
+    }
+    expected = run(world.engine(), requests)
+    engine = start(world.engine(prefill_tokens=16, prefix_tokens=0), requests)
+    assert engine.step().ended == {}
+    assert engine._running["long"].position == 64  # never less than a block, never off the grid
+    assert sequences(finish(engine)["long"]) == sequences(expected["long"])
+    engine = start(world.engine(prefill_tokens=16), requests)
+    engine.step()
+    engine.cancel("long")
+    assert active(engine) == {"short", "last"}
+    assert sequences(finish(engine)["last"]) == sequences(expected["last"])
 
 
 def test_a_cancelled_request_leaves_the_others_as_they_were(world: World) -> None:
     requests = {str(i): sample(p, adapter_folder=world.folders["a"]) for i, p in enumerate(PROMPTS)}
     engine = world.engine(max_loaded_adapters=1)
     expected = sequences(run(engine, requests)["4"])
-    running = engine.start(requests)
-    running.cancel("0")
-    running.cancel("unknown")
-    ended = dict(running.step(3))
-    running.cancel("1")
-    running.cancel("3")
-    assert set(running.active) == {"2", "4"}
-    while running.active:
-        ended.update(running.step(3))
+    start(engine, requests)
+    engine.cancel("0")
+    engine.cancel("unknown")
+    ended = dict(engine.step().ended)
+    engine.cancel("1")
+    engine.cancel("3")
+    assert active(engine) == {"2", "4"}
+    ended |= finish(engine)
     assert set(ended) == {"2", "4"}
     assert sequences(ended["4"]) == expected
     assert not engine._adapters._users  # every use has ended
@@ -490,11 +616,11 @@ def test_least_recently_used_adapters_leave_unless_in_use(world: World) -> None:
     use("a")
     use("c")
     assert engine.loaded_adapters == (world.folders["a"], world.folders["c"])
-    running = engine.start({n: sample(PROMPTS[0], adapter_folder=world.folders[n]) for n in "abc"})
-    running.step(2)
+    start(engine, {n: sample(PROMPTS[0], adapter_folder=world.folders[n]) for n in "abc"})
+    while len(engine._running) < 3:
+        engine.step()
     assert len(engine.loaded_adapters) == 3  # all in use: none may go
-    while running.active:
-        running.step(5)
+    finish(engine)
     assert len(engine.loaded_adapters) == 2
 
 
@@ -522,7 +648,7 @@ def test_a_broken_checkpoint_fails_alone_and_names_no_path(world: World, tmp_pat
 def test_an_adapter_of_another_model_is_refused(world: World, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "other", hidden=64)
     other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = TorchRollout(other, attach(other), world.tokenizer)
+    engine = TorchSampler(other, attach(other), world.tokenizer)
     error = run(engine, {"x": sample(PROMPTS[0], adapter_folder=world.folders["a"])})["x"]
     assert isinstance(error, InvalidRequest)
     assert "does not fit" in error.message
@@ -553,7 +679,7 @@ def test_a_pass_that_fails_half_way_costs_only_the_request_at_fault(
     def fails_for_c(x: torch.Tensor) -> torch.Tensor:
         """Memory runs out in layer 1, when layer 0 has already grown its cache."""
         users = [adapter for adapter, _ in world.router.segments or ()]
-        if x.shape[1] == 1 and any(user is bad for user in users):
+        if any(user is bad for user in users):
             raise torch.OutOfMemoryError("no memory for c")
         return forward(x)
 
@@ -566,7 +692,7 @@ def test_a_pass_that_fails_half_way_costs_only_the_request_at_fault(
 
 
 def test_unexpected_failures_do_not_leak_their_text() -> None:
-    error = model_pass.as_failure(RuntimeError("/secret/path exploded"))
+    error = torch_sampler._as_failure(RuntimeError("/secret/path exploded"))
     assert isinstance(error, EngineFailure)
     assert "secret" not in error.message
 
@@ -586,7 +712,7 @@ def test_sampler_and_trainer_give_the_same_logprobs(world: World, tmp_path: Path
     names = list(linear_families(engine.model))
     write_adapter(tmp_path / "noisy", spec=spec, weights=weights, base_model="tiny", all_linears=names)
     engine.load_adapter("run", tmp_path / "noisy", with_optimizer=False, create=False)
-    rollout = TorchRollout(engine.model, engine.router, world.tokenizer)
+    rollout = TorchSampler(engine.model, engine.router, world.tokenizer)
     params = SamplingParams(max_tokens=20, seed=3, stop=())
     requests = {
         str(i): sample(p, params, adapter_folder=str(tmp_path / "noisy"), num_samples=2, prompt_logprobs=True)
@@ -613,12 +739,16 @@ def test_rows_of_one_adapter_stand_together(world: World, monkeypatch: pytest.Mo
     use = Router.use
 
     def counted(router: Router, segments: Segments) -> AbstractContextManager[None]:
-        seen.append(len(segments))
+        seen.append(len({id(adapter) for adapter, _ in segments if adapter is not None}))
+        assert seen[-1] == sum(adapter is not None for adapter, _ in segments)
         return use(router, segments)
 
     monkeypatch.setattr(Router, "use", counted)
     names = ["a", "b", "a", "b", "a"]
     pairs = enumerate(zip(PROMPTS, names, strict=True))
-    run(world.engine(), {str(i): sample(p, adapter_folder=world.folders[n]) for i, (p, n) in pairs})
-    assert seen[: len(PROMPTS)] == [1] * len(PROMPTS)  # prompts, one by one
-    assert set(seen[len(PROMPTS) :]) == {2}
+    engine = world.engine()
+    for name in "ab":
+        run(engine, {name: sample([4], replace(GREEDY, max_tokens=1), adapter_folder=world.folders[name])})
+    seen.clear()
+    run(engine, {str(i): sample(p, adapter_folder=world.folders[n]) for i, (p, n) in pairs})
+    assert set(seen) == {2}

@@ -1,0 +1,64 @@
+"""The Anthropic-compatible routes: messages and their tokens counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from app.codec.forward_backward import JSON
+from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
+from app.error_shapes import anthropic_error
+from app.routes.doors import EventStream, disconnection, read_door
+from app.services.doors.sse import event
+from schemas.errors import InvalidRequest
+from schemas.http.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
+
+router = APIRouter(tags=["anthropic"])
+
+VERSIONS = ("2026-10-21", "2023-06-01")
+"""For what is read here they differ in one thing: the newer one has no temperature, top_p and top_k. They are honoured
+under both, since the models behind this door have them."""
+
+
+@router.post("/messages", operation_id="anthropic_messages", response_model=MessageResponse)
+async def anthropic_messages(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> Response:
+    """Say what comes next in a chat."""
+    _check_version(request)
+    body = await read_door(request, settings, MessagesRequest)
+    door = services.anthropic
+    accepted = await door.begin(principal.project_id, body)
+    gone = disconnection(request)
+    if body.stream:
+        return EventStream(request, accepted.answer, door.events(accepted, gone), _failed)
+    try:
+        whole = await door.whole(accepted, gone)
+    finally:
+        accepted.answer.close()
+    return Response(whole.model_dump_json(), media_type=JSON)
+
+
+@router.post("/messages/count_tokens", operation_id="anthropic_count_tokens")
+async def anthropic_count_tokens(
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+) -> TokenCount:
+    """How many tokens the prompt of a message would have. Nothing is drawn."""
+    _check_version(request)
+    body = await read_door(request, settings, CountTokensRequest)
+    return await services.anthropic.count(principal.project_id, body)
+
+
+def _check_version(request: Request) -> None:
+    version = request.headers.get("anthropic-version", VERSIONS[0])
+    if version not in VERSIONS:
+        raise InvalidRequest(
+            f"anthropic-version {version[:50]!r} is not spoken here; {' and '.join(VERSIONS)} are",
+            field="anthropic-version",
+        )
+
+
+def _failed(status: int, body: Mapping[str, Any]) -> bytes:
+    return event(anthropic_error(status, body), "error")

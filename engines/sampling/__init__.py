@@ -1,0 +1,1 @@
+"""Sampling engines: continuous batches of requests of any adapter, behind one interface."""

@@ -1,0 +1,225 @@
+"""One pass of the base model over new tokens of many requests: pieces of prompts and rows that draw, side by side.
+
+All new tokens lie behind one another in one row, as in training; each request attends to its own keys and values. On
+the CPU in float32 a token's numbers do not depend on what else is in the pass: products run over at least `LEAST_ROWS`
+rows, and attention runs per request on a grid of its own positions. Not responsible for which requests take part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from engines.lora import AdapterWeights, Router, Segments
+from engines.sampling.holders import AnyHolder
+from engines.sampling.kv import GROWTH, Holder
+from engines.torch_engine.attention import capped_attention, check_known, visible
+from engines.torch_engine.head import OutputHead
+from engines.torch_engine.invariance import LEAST_ROWS
+from engines.torch_engine.packing import Filling
+from schemas.errors import EngineFailure
+
+_log = logging.getLogger(__name__)
+
+_NAME = "tinsmith_sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens int64 [rows, n] of one holder; logits of the last `keep` positions of each row are wanted."""
+
+    holder: Holder
+    tokens: Tensor
+    keep: int
+    adapter: AdapterWeights | None
+
+    @property
+    def count(self) -> int:
+        """rows * n."""
+        return self.tokens.numel()
+
+
+class _Current:
+    """The spans of the pass that runs, and where each begins."""
+
+    spans: Sequence[tuple[Span, int]] | None = None
+
+
+class SamplingPass:
+    """Runs spans on one model whose attention goes through the interface (`torch_engine.attention.can_pack`)."""
+
+    shares = True
+
+    def __init__(self, model: Any, router: Router, head: OutputHead, filling: Filling) -> None:
+        self._model = model
+        self._router = router
+        self._head = head
+        self._filling = filling
+        self.device: torch.device = model.get_input_embeddings().weight.device
+
+    def open(self) -> Holder:
+        """An empty holder."""
+        return Holder()
+
+    def fits(self) -> bool:
+        """Whether this model's attention can be computed here: tried out with a prompt of two tokens."""
+        try:
+            with torch.inference_mode():
+                self.run([Span(self.open(), torch.zeros(1, 2, dtype=torch.int64), 1, None)])
+        except (EngineFailure, RuntimeError, TypeError) as error:
+            _log.warning("%s is sampled one request at a time: %s", type(self._model).__name__, error)
+            return False
+        return True
+
+    def run_spans(self, spans: Sequence[tuple[AnyHolder, Tensor, int, AdapterWeights | None]]) -> list[Tensor]:
+        """See `AnyPass.run_spans`."""
+        return self.run([Span(cast(Holder, holder), tokens, keep, adapter) for holder, tokens, keep, adapter in spans])
+
+    def run(self, spans: Sequence[Span]) -> list[Tensor]:
+        """Append the tokens to their holders; returns logits float32 [rows, keep, V] per span.
+
+        What raises has changed nothing that counts: the same spans can be run again.
+        """
+        starts, total = [], 0
+        for span in spans:
+            starts.append(total)
+            total += span.count
+        filling = self._filling.rows(total) - total
+        tokens = torch.cat([*(span.tokens.reshape(-1) for span in spans), torch.zeros(filling, dtype=torch.int64)])
+        places = [_places(span) for span in spans]
+        positions = torch.cat([*places, torch.zeros(filling, dtype=torch.int64)])
+        segments = _segments([(span.adapter, span.count) for span in spans], filling)
+        with self._attention(list(zip(spans, starts, strict=True))), self._router.use(segments):
+            hidden = self._model.base_model(
+                input_ids=tokens.to(self.device).unsqueeze(0),
+                position_ids=positions.to(self.device).unsqueeze(0),
+                use_cache=False,
+            ).last_hidden_state[0]
+        logits = self._logits(spans, starts, hidden)
+        for span in spans:
+            span.holder.advance(span.tokens.shape[1])
+        return logits
+
+    def _logits(self, spans: Sequence[Span], starts: Sequence[int], hidden: Tensor) -> list[Tensor]:
+        rows, counts = [], []
+        for span, start in zip(spans, starts, strict=True):
+            sequences, length = span.tokens.shape
+            index = torch.arange(sequences)[:, None] * length + torch.arange(length - span.keep, length)[None]
+            rows.append((start + index).reshape(-1))
+            counts.append((span.adapter, sequences * span.keep))
+        wanted = torch.cat(rows)
+        if not len(wanted):
+            return [hidden.new_empty(len(span.tokens), 0, self._head.vocab_size) for span in spans]
+        filling = -len(wanted) % LEAST_ROWS
+        chosen = functional.pad(hidden.index_select(0, wanted.to(hidden.device)), (0, 0, 0, filling))
+        with self._router.use(_segments(counts, filling)):
+            logits = self._head.logits(chosen)
+        parts = torch.split(logits[: len(wanted)], [count for _, count in counts])
+        # The width is named: beside rows that draw there may be a piece of a prompt of which no logits are wanted.
+        return [part.view(len(span.tokens), span.keep, part.shape[1]) for span, part in zip(spans, parts, strict=True)]
+
+    @contextmanager
+    def _attention(self, spans: Sequence[tuple[Span, int]]) -> Iterator[None]:
+        config = self._model.config
+        former, outer = config._attn_implementation, _Current.spans
+        config._attn_implementation, _Current.spans = _NAME, spans
+        try:
+            yield
+        finally:
+            config._attn_implementation, _Current.spans = former, outer
+
+
+def _places(span: Span) -> Tensor:
+    rows, length = span.tokens.shape
+    return (span.holder.length + torch.arange(length)).repeat(rows)
+
+
+def _segments(parts: Sequence[tuple[AdapterWeights | None, int]], filling: int) -> Segments:
+    """Neighbours with one adapter make one segment; the rows that only fill the pass have none."""
+    segments: list[tuple[AdapterWeights | None, slice]] = []
+    start = 0
+    for adapter, count in [*parts, (None, filling)]:
+        if not count:
+            continue
+        if segments and segments[-1][0] is adapter:
+            segments[-1] = (adapter, slice(segments[-1][1].start, start + count))
+        else:
+            segments.append((adapter, slice(start, start + count)))
+        start += count
+    return segments
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> ([1, T, heads, d], None), as the interface wants."""
+    spans = _Current.spans
+    if spans is None or attention_mask is not None:
+        raise EngineFailure("attention of samples outside of a pass of samples")
+    check_known(unused)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    # The rows behind the last span fill the pass; what they compute is nobody's.
+    output = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+    for span, start in spans:
+        rows, length = span.tokens.shape
+        q, k, v = (_rows(tensor, start, rows, length) for tensor in (query, key, value))
+        keys, values = span.holder.write(layer, k, v)
+        out = _causal(q, keys, values, scaling, softcap, sliding_window)
+        output[start : start + span.count] = out.transpose(1, 2).reshape(span.count, *output.shape[1:])
+    return output.unsqueeze(0), None
+
+
+def _rows(tensor: Tensor, start: int, rows: int, length: int) -> Tensor:
+    """[1, heads, T, d] -> [rows, heads, length, d]."""
+    part = tensor[0, :, start : start + rows * length]
+    return part.reshape(part.shape[0], rows, length, part.shape[-1]).transpose(0, 1)
+
+
+def _causal(
+    q: Tensor, keys: Tensor, values: Tensor, scaling: float | None, softcap: float | None, window: int | None
+) -> Tensor:
+    """Attention of the last n positions to all [rows, kv_heads, L, d], in pieces on the grid of positions.
+
+    A kernel splits its rows in a way that depends on how many there are; on the grid that is the same however a prompt
+    was cut into passes, and whatever of it was found in the prefix cache.
+    """
+    total, length = keys.shape[2], q.shape[2]
+    first = total - length
+    borders = [first, *range((first // GROWTH + 1) * GROWTH, total, GROWTH), total]
+    shared = q.shape[1] != keys.shape[1]
+    pieces = []
+    for start, stop in pairwise(borders):
+        part, seen_keys, seen_values = q[:, :, start - first : stop - first], keys[:, :, :stop], values[:, :, :stop]
+        mask = None
+        if stop - start > 1 or (window is not None and stop > window) or softcap is not None:
+            mask = visible(stop, window, q.device)[start:]
+        if softcap is not None and mask is not None:
+            pieces.append(capped_attention(part, seen_keys, seen_values, mask, scaling, softcap))
+        else:
+            pieces.append(
+                functional.scaled_dot_product_attention(
+                    part, seen_keys, seen_values, attn_mask=mask, scale=scaling, enable_gqa=shared
+                )
+            )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+AttentionInterface.register(_NAME, attend)
