@@ -157,7 +157,7 @@ async def test_a_waiting_run_is_told_what_it_waits_for_and_can_be_closed(tiny: P
 
 async def test_who_will_never_have_room_is_told_so(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a folder for idle adapters nobody ever leaves memory."""
-    monkeypatch.setattr("workers.build.idle_folder", lambda spec: None)
+    monkeypatch.setattr("workers.build.idle_folder", lambda spec, kind="adapters": None)
     group = make_group(tiny, tmp_path / "data", 1)
     async with running(group, micro_batch_tokens=24) as (runtime, client, _):
         await value(submit_all(runtime, client, "P.a", [CreateModel(LoraSpec(RANK, seed=1))])[0])
