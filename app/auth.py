@@ -158,5 +158,6 @@ def unauthenticated() -> Unauthenticated:
     """One answer for a key that is missing, wrong, expired or doubled: it tells a guesser nothing."""
     return Unauthenticated(
         "a valid API key is required",
-        hint="send it as the header X-API-Key; the development key is in the file dev_key of the data folder",
+        hint="send it as the header X-API-Key, or as Authorization: Bearer; the development key is in the file dev_key "
+        "of the data folder",
     )

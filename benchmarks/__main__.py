@@ -2,6 +2,7 @@
 
 python -m benchmarks                     heartbeats while large bodies arrive
 python -m benchmarks training --help     training against transformers + peft
+python -m benchmarks sampling --help     sampling against generate of transformers, with peft for adapters
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from app.settings import DEFAULT_BASE_MODEL
 from benchmarks import heartbeats
+from benchmarks.sampling import cases as sampling_cases
+from benchmarks.sampling import command as sampling_command
 from benchmarks.training import cases, command
 from tests.support.server import serve
 
@@ -25,9 +28,12 @@ def main() -> None:
     chosen = parser.add_subparsers(dest="measurement")
     chosen.add_parser("heartbeats", help="latency of heartbeats while large bodies arrive")
     cases.arguments(chosen.add_parser("training", help="training against transformers + peft"))
+    sampling_cases.arguments(chosen.add_parser("sampling", help="sampling against generate of transformers"))
     given = parser.parse_args()
     if given.measurement == "training":
         command.run(given)
+    elif given.measurement == "sampling":
+        sampling_command.run(given)
     else:
         measure_heartbeats()
 

@@ -15,11 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sampling.work import SampleWork
 from benchmarks.training.work import Side, SideSpec, Took, Work
 from workers.environment import worker_environment
 from workers.spec import WorkerSpec
 
 PROFILE_ROWS = 15
+AnyWork = Work | SampleWork
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -43,7 +45,7 @@ class Host:
         """Until the model is loaded. Raises `SideFailed`."""
         self._receive()
 
-    def run(self, work: Work) -> Took:
+    def run(self, work: AnyWork) -> Took:
         """Do one piece of work now. Raises `SideFailed`."""
         self._pipe.send(work)
         took: Took = self._receive()
@@ -101,7 +103,7 @@ def _main(spec: SideSpec, pipe: Connection) -> None:
         with suppress(EOFError):  # the measuring process closed the pipe, or is gone
             pipe.send(True)
             while True:
-                work: Work = pipe.recv()
+                work: AnyWork = pipe.recv()
                 pipe.send(_profiled(side, work) if work.profile else _measured(side, work))
     finally:
         side.close()
@@ -121,12 +123,20 @@ def _build(spec: SideSpec) -> Side:
         from benchmarks.training.server_side import ServerSide
 
         return ServerSide(spec)
+    if spec.kind == "sampler":
+        from benchmarks.sampling.sampler_side import SamplerSide
+
+        return SamplerSide(spec)
+    if spec.kind in ("generate", "paged"):
+        from benchmarks.sampling.generate_side import GenerateSide, PagedSide
+
+        return GenerateSide(spec) if spec.kind == "generate" else PagedSide(spec)
     from benchmarks.training.gemm_side import GemmSide
 
     return GemmSide(spec)
 
 
-def _measured(side: Side, work: Work) -> Took:
+def _measured(side: Side, work: AnyWork) -> Took:
     before, _ = _resident(reset=True)
     begin, cpu = time.perf_counter(), side.cpu_seconds()
     outcome = side.step(work)
@@ -134,7 +144,7 @@ def _measured(side: Side, work: Work) -> Took:
     return Took(wall, cpu, before, _resident()[1], outcome)
 
 
-def _profiled(side: Side, work: Work) -> Took:
+def _profiled(side: Side, work: AnyWork) -> Took:
     """The same with torch's profiler on: shares are telling, totals are inflated."""
     from torch.profiler import ProfilerActivity, profile
 

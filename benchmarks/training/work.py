@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Dtype = Literal["float32", "bfloat16"]
-Kind = Literal["peft", "engine", "server", "gemm"]
+Kind = Literal["peft", "engine", "server", "gemm", "generate", "paged", "sampler"]
+"""The last three sample (`benchmarks/sampling`)."""
 Layout = Literal["padded", "each"]
 """How a peft loop feeds a batch: in one padded pass, or sequence by sequence. Others choose for themselves."""
 
@@ -69,6 +70,8 @@ class Outcome:
 
     losses: tuple[float, ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
+    drawn: tuple[tuple[int, ...], ...] = ()
+    """Tokens of every sequence that a sampling side drew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Took:
 class Side(Protocol):
     """One way to train, in a process of its own."""
 
-    def step(self, work: Work) -> Outcome:
+    def step(self, work: Any) -> Outcome:
         """Do the work; back only when all of it is done."""
 
     def cpu_seconds(self) -> float:

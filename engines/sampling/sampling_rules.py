@@ -73,7 +73,8 @@ def draw(logprobs: Tensor, rules: Sequence[DrawRule], uniforms: Sequence[float])
     drawn = [i for i, rule in enumerate(rules) if rule.temperature > 0 and not rule.filtered]
     if drawn:
         rows = torch.tensor(drawn, device=logprobs.device)
-        tokens[rows] = _invert(logprobs[rows].double().exp(), position[rows])
+        # Not `exp`: that takes the last elements of a tensor by another formula, so it would see who else is drawn.
+        tokens[rows] = _invert(torch.softmax(logprobs[rows], -1), position[rows])
     filtered = [i for i, rule in enumerate(rules) if rule.temperature > 0 and rule.filtered]
     if filtered:
         rows = torch.tensor(filtered, device=logprobs.device)
@@ -109,8 +110,11 @@ def _draw_filtered(
 
 def _invert(mass: Tensor, position: Tensor) -> Tensor:
     """The first index whose cumulative mass exceeds `position` of the total: int64 [rows]; mass is [rows, n] >= 0."""
-    cumulative = mass.cumsum(-1)
+    cumulative = mass.cumsum(-1, dtype=torch.float64)
     found = torch.searchsorted(cumulative, position[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    # Rounding may put the product on the total itself: the last entry with any mass is meant then.
-    last = mass.shape[-1] - 1 - (mass.flip(-1) > 0).to(torch.int8).argmax(-1)
-    return torch.minimum(found, last)
+    behind = found >= mass.shape[-1]
+    if bool(behind.any()):
+        # Rounding may put the product on the total itself: the last entry with any mass is meant then.
+        last = mass.shape[-1] - 1 - (mass.flip(-1) > 0).to(torch.int8).argmax(-1)
+        found = torch.where(behind, last, found)
+    return found

@@ -52,7 +52,7 @@ def _sdk(
 
     with tinker.ServiceClient(base_url=doors.server.url, api_key=doors.server.key) as service:
         which: dict[str, Any] = {"model_path": model} if adapter else {"base_model": model}
-        sampler = service.create_sampling_client(**which)
+        sampler: Any = service.create_sampling_client(**which).result()
         result = sampler.sample(
             types.ModelInput.from_ints(tokens_of(PROMPT)),
             num_samples=1,

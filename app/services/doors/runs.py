@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 
 from app.services.doors.text_stream import Top
-from app.services.futures import Failed, Futures, Ready
+from app.services.futures import Failed, Futures, Pending, Ready
 from app.services.sampling import DirectWeights, Sampling
 from app.services.waiting import Disconnected
 from schemas.errors import EngineFailure, TinsmithError, Unavailable
@@ -177,8 +177,14 @@ class DoorRun:
 
     async def _wait(self, record: OperationRecord, follower: _Follower) -> None:
         """Until the outcome of one sample is durable."""
+        now = asyncio.get_running_loop().time
         try:
-            outcome = await self._futures.retrieve(self._project_id, record.request_id, HOLD, _never)
+            until = now()
+            while now() >= until:  # a wait that ends early without an outcome: the server is stopping
+                until = now() + HOLD
+                outcome = await self._futures.retrieve(self._project_id, record.request_id, HOLD, _never)
+                if not isinstance(outcome, Pending):
+                    break
         except TinsmithError as error:
             self._news.put_nowait(error)
             return
