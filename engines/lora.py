@@ -28,8 +28,6 @@ FAMILIES: tuple[Family, ...] = ("attn", "mlp", "unembed")
 
 _ATTENTION = re.compile(r"(^|_)(attn|attention)(_|$)")
 _MLP = re.compile(r"(^|_)(mlp|ffn|feed_forward|feedforward|experts?|moe)(_|$)")
-_LEAST_ROWS = 16
-"""Products of fewer rows sum in another order on some CPUs."""
 _MLP_LEAVES = frozenset({"fc1", "fc2"})
 _ROUTER_LEAVES = frozenset({"gate", "router", "shared_expert_gate", "gate_network"})
 _OTHER_TOWERS = frozenset({"visual", "vision_tower", "vision_model", "audio_tower", "audio_model"})
@@ -89,12 +87,14 @@ class Router:
     """Which adapter rules which rows. Shared by all wrapped linears of one model; used by one thread at a time.
 
     `row_block`: products with base weights run over blocks of this many rows (None: over all rows at once), for
-    machines whose product of one row depends on how many others there are.
+    machines whose product of one row depends on how many others there are. `row_unit`: passes have multiples of it,
+    and adapters' products at least so many rows, which then have the bits that they have among many others (1: off).
     """
 
     segments: Segments | None = None
     gradients: Sequence[Pairs] | None = None
     row_block: int | None = None
+    row_unit: int = 16
     lora_seconds: float = 0.0
     """Spent on adapters so far, by the clock of this process (on a GPU: to queue the work only)."""
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -203,10 +203,7 @@ class LoraLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         y = self.product(x, flat)
         for part in parts:
-            rows = _enough(_aligned(flat[part.rows].float()))
-            delta = torch.mm(torch.mm(rows, part.down.t()), part.up.t())
-            own = y[part.rows]
-            own.add_(delta[: len(own)], alpha=part.scaling)
+            _add_delta(y[part.rows], flat[part.rows].float(), part, self.router.row_unit)
         return y.view(*x.shape[:-1], -1)
 
     def product(self, x: Tensor, flat: Tensor) -> Tensor:
@@ -229,11 +226,7 @@ class _TrainedLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         y = linear.product(x, flat)
         began = time.perf_counter()
-        downs = []
-        for part in parts:
-            down = torch.mm(_aligned(flat[part.rows]), part.down.t())
-            y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
-            downs.append(down)
+        downs = [_add_delta(y[part.rows], flat[part.rows], part, linear.router.row_unit) for part in parts]
         linear.router.lora_seconds += time.perf_counter() - began
         ctx.save_for_backward(flat if parts else None, *downs)
         ctx.linear, ctx.parts, ctx.shape = linear, parts, x.shape
@@ -268,10 +261,20 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows
 
 
-def _enough(rows: Tensor) -> Tensor:
-    """At least so many rows that a product gives each the bits that it has among more of them."""
-    missing = _LEAST_ROWS - len(rows)
-    return functional.pad(rows, (0, 0, 0, missing)) if missing > 0 and rows.device.type == "cpu" else rows
+def _add_delta(y: Tensor, x: Tensor, part: Part, least: int) -> Tensor:
+    """Add `scaling * (x A^T) B^T` to the rows y [n, out] in place; returns x A^T [n, r].
+
+    Products run over at least `least` rows, those behind the given ones being zero: fewer sum in another order.
+    """
+    x, missing = _aligned(x), least - len(x)
+    if missing <= 0:
+        down = torch.mm(x, part.down.t())
+        y.addmm_(down, part.up.t(), alpha=part.scaling)
+        return down
+    down = torch.mm(functional.pad(x, (0, 0, 0, missing)), part.down.t())
+    wide = functional.pad(y, (0, 0, 0, missing)).addmm_(down, part.up.t(), alpha=part.scaling)
+    y.copy_(wide[: len(y)])
+    return down[: len(y)]
 
 
 def linear_families(model: nn.Module) -> dict[str, Family]:

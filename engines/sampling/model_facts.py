@@ -11,7 +11,7 @@ from engines.sampling.plain_pass import PlainPass
 from engines.sampling.sampling_pass import SamplingPass
 from engines.torch_engine.attention import can_pack
 from engines.torch_engine.head import OutputHead
-from engines.torch_engine.invariance import LEAST_ROWS, filling_for
+from engines.torch_engine.invariance import filling_for
 from engines.torch_engine.packing import Filling
 
 _PROBED_ROWS = 2048
@@ -41,9 +41,9 @@ class ModelFacts:
         """Passes of many requests at once where everything that mixes positions is attention, else one at a time."""
         if not can_pack(model) or _routes_adapters(model):
             return PlainPass(model, router)
-        filling = filling_for(model, router.row_block)
+        filling = Filling() if router.row_unit == 1 else filling_for(model, router.row_unit)
         if not filling.suits(_PROBED_ROWS):
-            filling = Filling(LEAST_ROWS)
+            filling = Filling(router.row_unit)
         shared = SamplingPass(model, router, OutputHead.of(model), filling)
         return shared if shared.fits() else PlainPass(model, router)
 

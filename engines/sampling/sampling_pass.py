@@ -1,8 +1,9 @@
 """One pass of the base model over new tokens of many requests: pieces of prompts and rows that draw, side by side.
 
 All new tokens lie behind one another in one row, as in training; each request attends to its own keys and values. On
-the CPU in float32 a token's numbers do not depend on what else is in the pass: products run over at least `LEAST_ROWS`
-rows, and attention runs per request on a grid of its own positions. Not responsible for which requests take part.
+the CPU in float32 a token's numbers do not depend on what else is in the pass: products run over multiples of
+`Router.row_unit` rows, and attention runs per request on a grid of its own positions. Not responsible for which
+requests take part.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from engines.sampling.holders import AnyHolder
 from engines.sampling.kv import GROWTH, Holder
 from engines.torch_engine.attention import capped_attention, check_known, visible
 from engines.torch_engine.head import OutputHead
-from engines.torch_engine.invariance import LEAST_ROWS
 from engines.torch_engine.packing import Filling
 from schemas.errors import EngineFailure
 
@@ -119,7 +119,7 @@ class SamplingPass:
         wanted = torch.cat(rows)
         if not len(wanted):
             return [hidden.new_empty(len(span.tokens), 0, self._head.vocab_size) for span in spans]
-        filling = -len(wanted) % LEAST_ROWS
+        filling = -len(wanted) % self._filling.multiple
         chosen = functional.pad(hidden.index_select(0, wanted.to(hidden.device)), (0, 0, 0, filling))
         with self._router.use(_segments(counts, filling)):
             logits = self._head.logits(chosen)

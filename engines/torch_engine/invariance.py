@@ -22,43 +22,43 @@ from engines.torch_engine.training_pass import PassItem, TrainingPass
 
 _log = logging.getLogger(__name__)
 
-LEAST_ROWS = 16
-"""Products of fewer rows may sum in another order than those of many."""
+ROW_UNIT = 16
+"""Products of fewer rows sum in another order than those of many on some CPUs, and of other numbers on some threads."""
 ROW_BLOCK = 64
+_PROBED = (1, 2, 3, 8)
 _LENGTHS = (21, 13)
 _CLOSE = 1e-3
 
 
-def choose_row_block(weights: Iterable[Tensor], rows: int) -> int | None:
-    """None if this machine's products give each row the same bits whatever other rows there are (from `rows` on, the
-    smallest pack), else the fixed number of rows of every product.
+def choose_rows(weights: Iterable[Tensor]) -> tuple[int, int | None]:
+    """(unit, block): rows come in multiples of the unit; products run over all of them at once (block None) if this
+    machine then gives each row the same bits whatever others there are, else over blocks of a fixed number of rows.
     """
-    seen: set[tuple[int, ...]] = set()
-    for weight in weights:
-        if tuple(weight.shape) in seen:
-            continue
-        seen.add(tuple(weight.shape))
-        if not (_same_rows(weight, rows) and _same_rows(weight.t(), rows)):
-            return max(ROW_BLOCK, rows)
-    return None
+    distinct = {tuple(weight.shape): weight for weight in weights}.values()
+    if all(_same_rows(weight, ROW_UNIT) and _same_rows(weight.t(), ROW_UNIT) for weight in distinct):
+        return ROW_UNIT, None
+    return ROW_BLOCK, ROW_BLOCK
 
 
-def filling_for(model: Any, block: int | None) -> Filling:
-    """To how many rows passes of this model are filled up, in products of `block` rows (None: of all at once)."""
+def filling_for(model: Any, unit: int) -> Filling:
+    """To how many rows passes of this model are filled up: multiples of `unit` that suit the threads."""
     linears = [module for module in model.modules() if isinstance(module, LoraLinear)]
     # Activations that a formula is applied to go into a linear, or are rotary angles.
     widths = {linear.in_features for linear in linears}
     widths.add(int(getattr(model.config.get_text_config(), "head_dim", None) or 1))
-    return Filling(block or LEAST_ROWS, frozenset(widths), torch.get_num_threads())
+    return Filling(unit, frozenset(widths), torch.get_num_threads())
 
 
-def _same_rows(weight: Tensor, rows: int) -> bool:
+def _same_rows(weight: Tensor, unit: int) -> bool:
+    """Whether multiples of the unit, from anywhere in a large product, have the bits that they have in it."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8 * rows, weight.shape[0], generator=generator).to(weight)
+    x = torch.randn(2 * unit * _PROBED[-1], weight.shape[0], generator=generator).to(weight)
     whole = torch.mm(x, weight)
-    for start, stop in ((0, rows), (rows // 2, rows // 2 + 3 * rows), (5, 5 + rows), (7 * rows, 8 * rows)):
-        if not torch.equal(torch.mm(x[start:stop].clone(), weight), whole[start:stop]):
-            return False
+    for start in (0, 1, unit, 5 * unit + 3):
+        for count in _PROBED:
+            rows = slice(start, start + count * unit)
+            if not torch.equal(torch.mm(x[rows].clone(), weight), whole[rows]):
+                return False
     return True
 
 
