@@ -27,7 +27,8 @@ def test_the_python_examples_run(real_server: RunningServer, capsys: pytest.Capt
         exec(compile(example, "openai.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "Paris" in printed
-    assert printed.splitlines()[0] == "['HuggingFaceTB/SmolLM2-135M-Instruct']"
+    # Checkpoints that other pages left on this server stand behind it.
+    assert printed.startswith("['HuggingFaceTB/SmolLM2-135M-Instruct'")
     assert printed.splitlines()[-1].isdigit() or re.search(r"\d+$", printed.strip())
 
 
