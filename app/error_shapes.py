@@ -14,6 +14,7 @@ ANTHROPIC_PATHS = ("/v1/messages",)
 """For clients whose base address is the server's own: their other paths begin with /v1 as well."""
 
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_PARAMS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "logprobs"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -37,7 +38,7 @@ def openai_error(status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """`{"error": {"message", "type", "param", "code"}}`."""
     kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     error = body["error"]
-    return {"error": {"message": body["detail"], "type": kind, "param": error["field"], "code": error["code"]}}
+    return {"error": {"message": body["detail"], "type": kind, "param": _param(error["field"]), "code": error["code"]}}
 
 
 def anthropic_error(status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,6 +46,11 @@ def anthropic_error(status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"type": kind, "message": body["detail"]}
     return {"type": "error", "error": error, "request_id": body["error"]["request_id"]}
+
+
+def _param(field: str | None) -> str | None:
+    """A field of Tinsmith's own requests as these clients call it."""
+    return None if field is None else _PARAMS.get(field, field.removeprefix("sampling_params."))
 
 
 def _below(path: str, prefixes: tuple[str, ...]) -> bool:

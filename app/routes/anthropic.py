@@ -17,7 +17,9 @@ from schemas.http.anthropic import CountTokensRequest, MessageResponse, Messages
 
 router = APIRouter(tags=["anthropic"])
 
-VERSION = "2023-06-01"
+VERSIONS = ("2026-10-21", "2023-06-01")
+"""For what is read here they differ in one thing: the newer one has no temperature, top_p and top_k. They are honoured
+under both, since the models behind this door have them."""
 
 
 @router.post("/messages", operation_id="anthropic_messages", response_model=MessageResponse)
@@ -50,10 +52,11 @@ async def anthropic_count_tokens(
 
 
 def _check_version(request: Request) -> None:
-    version = request.headers.get("anthropic-version", VERSION)
-    if version != VERSION:
+    version = request.headers.get("anthropic-version", VERSIONS[0])
+    if version not in VERSIONS:
         raise InvalidRequest(
-            f"anthropic-version {version[:50]!r} is not spoken here; {VERSION} is", field="anthropic-version"
+            f"anthropic-version {version[:50]!r} is not spoken here; {' and '.join(VERSIONS)} are",
+            field="anthropic-version",
         )
 
 

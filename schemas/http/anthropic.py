@@ -64,7 +64,7 @@ Block = Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminato
 class AnthropicMessage(RequestModel):
     """One message."""
 
-    role: Literal["user", "assistant"] = Field(description="Who speaks.")
+    role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
     content: str | Annotated[Items[Block], Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
         description="What is said."
     )
@@ -107,6 +107,7 @@ class CountTokensRequest(RequestModel):
     )
     tool_choice: ToolChoice | None = Field(None, description="Whether tools may be used.")
     thinking: NoThinking | None = Field(None, description="Only disabled.")
+    cache_control: CacheControl | None = Field(None, description="Changes nothing.")
 
 
 class RequestMetadata(RequestModel):

@@ -6,7 +6,7 @@ Not responsible for the shapes of a protocol (`openai.py`, `anthropic.py`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from app.services.doors.models import DoorModel
 from app.services.doors.runs import DoorRun, Drawn, Ended
 from app.services.doors.text_stream import Finish, TextPiece, TextStream, joined
 from app.services.waiting import Disconnected
-from schemas.errors import InvalidRequest, TooManyRequests
+from schemas.errors import InvalidRequest
 from schemas.http.sampling import MAX_SAMPLES
 from schemas.operations import Sample, SampleResult, SamplingParams
 
@@ -27,7 +27,7 @@ class TextRequest:
 
     `prompts` are token ids. `top` asks for logprobs and so many alternatives of each drawn token (None = no logprobs),
     and of the prompt too with `score_prompt`. `max_tokens` None = to the end of the context, 0 = draw nothing (one
-    token is drawn and dropped). `seed` None = one is drawn for each prompt.
+    token is drawn and dropped).
     """
 
     model: DoorModel
@@ -65,41 +65,12 @@ class TokensUsed:
     drawn: int
 
 
-class Gate:
-    """How many samples of a project may be open at once through all doors: beyond that clients should wait."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._open: dict[str, int] = {}
-
-    def enter(self, project_id: str, count: int) -> None:
-        """Take `count` places. Raises `TooManyRequests` if there are not so many."""
-        taken = self._open.get(project_id, 0)
-        if taken + count > self._limit:
-            raise TooManyRequests(
-                f"{taken} samples of this project are open; at most {self._limit} may be",
-                hint="send this again when others have ended",
-            )
-        self._open[project_id] = taken + count
-
-    def leave(self, project_id: str, count: int) -> None:
-        """Give `count` places back."""
-        left = self._open[project_id] - count
-        if left:
-            self._open[project_id] = left
-        else:
-            del self._open[project_id]
-
-
 class TextAnswer:
     """The answer to one request, from `begin` to the end of `follow`."""
 
-    def __init__(self, asked: TextRequest, run: DoorRun, gate: Gate, project_id: str) -> None:
+    def __init__(self, asked: TextRequest, run: DoorRun) -> None:
         self.asked = asked
         self._run = run
-        self._gate = gate
-        self._project_id = project_id
-        self._places = 0
 
     @property
     def answer_id(self) -> str:
@@ -126,23 +97,14 @@ class TextAnswer:
         drawn = sum(len(sequence.tokens) for result in self.results for sequence in result.sequences)
         return TokensUsed(sum(lengths), cached, 0 if self.asked.max_tokens == 0 else drawn)
 
-    async def begin(self, draw_seed: Callable[[], int]) -> None:
+    async def begin(self) -> None:
         """Submit. Raises `InvalidRequest`, `NotFound`, `TooManyRequests`, `Unavailable`."""
-        samples = [_sample(self.asked, prompt, draw_seed) for prompt in self.asked.prompts]
-        self._gate.enter(self._project_id, len(samples))
-        self._places = len(samples)
-        try:
-            await self._run.begin(self.asked.model.weights, samples)
-        except BaseException:
-            self.close()
-            raise
+        samples = [_sample(self.asked, prompt) for prompt in self.asked.prompts]
+        await self._run.begin(self.asked.model.weights, samples, stream=self.asked.stream)
 
     def close(self) -> None:
         """Nobody waits any more: stop what still draws. Must be called at the end; doing it again changes nothing."""
         self._run.drop()
-        if self._places:
-            self._gate.leave(self._project_id, self._places)
-            self._places = 0
 
     async def follow(
         self, disconnected: Disconnected, *, pause: float | None = None
@@ -182,8 +144,7 @@ def _stops(asked: TextRequest) -> tuple[str, ...]:
     return (*asked.stops, *asked.model.eos_texts) if asked.stops else ()
 
 
-def _sample(asked: TextRequest, prompt: Sequence[int], draw_seed: Callable[[], int]) -> Sample:
-    """A seed always: if the worker has to begin anew, the same tokens come again, after those that the client has."""
+def _sample(asked: TextRequest, prompt: Sequence[int]) -> Sample:
     top = asked.top or 0
     return Sample(
         prompt=np.array(prompt, dtype=np.int64),
@@ -192,14 +153,13 @@ def _sample(asked: TextRequest, prompt: Sequence[int], draw_seed: Callable[[], i
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_k=asked.top_k or -1,
             top_p=1.0 if asked.top_p is None else asked.top_p,
-            seed=draw_seed() if asked.seed is None else asked.seed,
+            seed=asked.seed,
             stop=_stops(asked) or None,
         ),
         num_samples=asked.n,
         prompt_logprobs=asked.score_prompt,
         topk_prompt_logprobs=top if asked.score_prompt else 0,
         topk_sample_logprobs=top,
-        stream=asked.stream,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.services.chat import Message
-from app.services.doors.answers import Gate, TextAnswer, TextNews, TextRequest, check_size
+from app.services.doors.answers import TextAnswer, TextNews, TextRequest, check_size
 from app.services.doors.models import DoorModel, DoorModels
 from app.services.doors.runs import DoorRun
 from app.services.doors.sse import PAUSE, event
@@ -49,15 +49,11 @@ class AnthropicAnswer:
 
 
 class AnthropicDoor:
-    """Messages for every project. `draw_seed` makes the seeds of samples."""
+    """Messages for every project. `make_run` begins a run of samples for one."""
 
-    def __init__(
-        self, models: DoorModels, make_run: Callable[[str], DoorRun], gate: Gate, draw_seed: Callable[[], int]
-    ) -> None:
+    def __init__(self, models: DoorModels, make_run: Callable[[str], DoorRun]) -> None:
         self._models = models
         self._make_run = make_run
-        self._gate = gate
-        self._draw_seed = draw_seed
 
     async def begin(self, project_id: str, request: MessagesRequest) -> AnthropicAnswer:
         """Submit a request. The answer must be closed (`answer.close`).
@@ -76,8 +72,8 @@ class AnthropicDoor:
             stops=tuple(request.stop_sequences or ()),
             stream=bool(request.stream),
         )
-        answer = TextAnswer(asked, self._make_run(project_id), self._gate, project_id)
-        await answer.begin(self._draw_seed)
+        answer = TextAnswer(asked, self._make_run(project_id))
+        await answer.begin()
         return AnthropicAnswer(request, answer)
 
     async def count(self, project_id: str, request: CountTokensRequest) -> TokenCount:
@@ -162,7 +158,11 @@ def _messages(number: int, message: AnthropicMessage) -> list[Message]:
     texts = [block for block in message.content if isinstance(block, TextBlock)]
     calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
-    misplaced = calls if message.role == "user" else results
+    misplaced: list[ToolUseBlock | ToolResultBlock] = []
+    if message.role != "assistant":
+        misplaced += calls
+    if message.role != "user":
+        misplaced += results
     if misplaced:
         field = f"messages[{number}].content"
         raise InvalidRequest(

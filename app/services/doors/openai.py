@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.services.chat import Message
-from app.services.doors.answers import Gate, TextAnswer, TextNews, TextRequest, check_size
+from app.services.doors.answers import TextAnswer, TextNews, TextRequest, check_size
 from app.services.doors.models import DoorModel, DoorModels
 from app.services.doors.openai_logprobs import chat_logprobs, completion_logprobs, prompt_scores
 from app.services.doors.runs import DoorRun
@@ -60,15 +60,11 @@ class OpenAIAnswer:
 
 
 class OpenAIDoor:
-    """Completions for every project. `draw_seed` makes seeds for samples whose client gave none."""
+    """Completions for every project. `make_run` begins a run of samples for one."""
 
-    def __init__(
-        self, models: DoorModels, make_run: Callable[[str], DoorRun], gate: Gate, draw_seed: Callable[[], int]
-    ) -> None:
+    def __init__(self, models: DoorModels, make_run: Callable[[str], DoorRun]) -> None:
         self._models = models
         self._make_run = make_run
-        self._gate = gate
-        self._draw_seed = draw_seed
 
     async def begin(self, project_id: str, request: CompletionRequest | ChatCompletionRequest) -> OpenAIAnswer:
         """Submit a request. The answer must be closed (`answer.close`).
@@ -81,8 +77,8 @@ class OpenAIDoor:
             asked = await asyncio.to_thread(_chat, model, request)
         else:
             asked, echoes = await asyncio.to_thread(_completion, model, request)
-        answer = TextAnswer(asked, self._make_run(project_id), self._gate, project_id)
-        await answer.begin(self._draw_seed)
+        answer = TextAnswer(asked, self._make_run(project_id))
+        await answer.begin()
         return OpenAIAnswer(request, answer, echoes)
 
     async def whole(
@@ -309,7 +305,7 @@ class _Chunks:
     def of(self, news: TextNews) -> list[bytes]:
         """New text, and the end of a choice in a chunk of its own."""
         found = []
-        if news.piece:
+        if news.piece.text or (self._asked.top is not None and news.piece.tokens):
             found.append(self._chunk(news.choice, self._text(news.piece)))
         if news.finish is not None:
             last: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}

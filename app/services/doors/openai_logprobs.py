@@ -46,13 +46,13 @@ def completion_logprobs(tokens: TextTokens, scored: Sequence[ScoredToken], top: 
 def prompt_scores(tokens: TextTokens, prompt: Sequence[int], result: SampleResult) -> tuple[ScoredToken, ...]:
     """The tokens of a prompt that was scored. Nothing comes before the first, so it has no logprob."""
     logprobs = result.prompt_logprobs
-    tops = top_rows(result.topk_prompt_logprobs, 0, len(prompt))
+    tops = top_rows(result.topk_prompt_logprobs, len(prompt))
     stream = TextStream(tokens)
     found: list[ScoredToken] = []
     for index, token in enumerate(prompt):
         score = None if logprobs is None or index == 0 else float(logprobs[index])
         found += stream.add(token, score, tops[index] if index else None).tokens
-    return tuple(found)
+    return (*found, *stream.end("length")[0].tokens)
 
 
 def _alternatives(tokens: TextTokens, scored: ScoredToken) -> dict[str, float] | None:

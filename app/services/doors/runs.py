@@ -1,18 +1,18 @@
 """The samples behind one request of a door: submitted, followed while they draw, dropped if their client leaves.
 
-Responsible for telling every token of every continuation exactly once, whatever became of the worker meanwhile. Not
-responsible for text (`text_stream.py`) or for how samples run.
+Responsible for telling every token of every continuation exactly once, however it comes. Not responsible for text
+(`text_stream.py`) or for how samples run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import ClientDisconnect
 
 from app.services.doors.text_stream import Top
@@ -20,7 +20,7 @@ from app.services.futures import Failed, Futures, Ready
 from app.services.sampling import DirectWeights, Sampling
 from app.services.waiting import Disconnected
 from schemas.errors import EngineFailure, TinsmithError, Unavailable
-from schemas.operations import Sample, SampleDelta, SampleResult, TopK
+from schemas.operations import Float32, Sample, SampleDelta, SampleResult, TopK
 from store.records import OperationRecord
 
 HOLD = 3600.0
@@ -46,29 +46,24 @@ class Ended:
 
 
 class _Follower:
-    """Listens to one sample. What a sample tells again after it had to begin anew is told on only once: it has a seed,
-    so the same tokens come again."""
+    """Listens to one sample, and tells what was not told yet when its result is there."""
 
     def __init__(self, number: int, sample: Sample, news: asyncio.Queue[Drawn | Ended | TinsmithError]) -> None:
         self._number = number
         self._wants_top = sample.topk_sample_logprobs > 0
         self._news = news
-        self._told: dict[int, list[int]] = defaultdict(list)
-        self._heard: dict[int, int] = defaultdict(int)
+        self._told: dict[int, list[int]] = {index: [] for index in range(sample.num_samples)}
+        self._late: set[int] = set()
+        """Continuations whose alternatives come with the result only."""
         self.result: SampleResult | None = None
         self._over = False
 
-    def started(self) -> None:
-        """It begins (again)."""
-        self._heard.clear()
-
     def progress(self, delta: SampleDelta) -> None:
-        """New tokens; dropped if their alternatives were asked for and are not there, for the result has them."""
-        if self._over or (self._wants_top and delta.topk is None):
-            return
-        at = self._heard[delta.index]
-        self._heard[delta.index] = at + len(delta.tokens)
-        self._tell(delta.index, at, delta.tokens, delta.logprobs, delta.topk)
+        """New tokens, each told once."""
+        if self._wants_top and delta.topk is None:
+            self._late.add(delta.index)
+        if not self._over and delta.index not in self._late:
+            self._tell(delta.index, delta.tokens, delta.logprobs, delta.topk)
 
     def finished(self, result: SampleResult) -> None:
         """The result, before it is durable. Called in a thread."""
@@ -82,29 +77,20 @@ class _Follower:
             return
         for index, sequence in enumerate(self.result.sequences):
             told = self._told[index]
-            if sequence.tokens[: len(told)].tolist() != told:
+            at = len(told)
+            if sequence.tokens[:at].tolist() != told:
                 self._news.put_nowait(EngineFailure("the sample began anew and drew other tokens"))
                 return
-            self._tell(index, 0, sequence.tokens, sequence.logprobs, sequence.topk)
+            topk = sequence.topk and TopK(sequence.topk.ids[at:], sequence.topk.logprobs[at:])
+            self._tell(index, sequence.tokens[at:], sequence.logprobs[at:], topk)
             self._news.put_nowait(Ended(self._number, index, sequence.stop_reason))
 
-    def _tell(
-        self,
-        index: int,
-        at: int,
-        tokens: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
-        logprobs: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
-        topk: TopK | None,
-    ) -> None:
-        """Tell tokens that stand at `at` and on, from the first one that was not told."""
-        skip = len(self._told[index]) - at
-        new = [int(token) for token in tokens[max(0, skip) :]]
-        if skip < 0 or not new:
-            return
-        tops = top_rows(topk, skip, len(new))
-        self._told[index] += new
-        drawn = tuple(zip(new, (float(value) for value in logprobs[skip:]), tops, strict=True))
-        self._news.put_nowait(Drawn(self._number, index, drawn))
+    def _tell(self, index: int, tokens: NDArray[np.int32], logprobs: Float32, topk: TopK | None) -> None:
+        if len(tokens):
+            new = tokens.tolist()
+            self._told[index] += new
+            drawn = tuple(zip(new, logprobs.tolist(), top_rows(topk, len(new)), strict=True))
+            self._news.put_nowait(Drawn(self._number, index, drawn))
 
 
 class DoorRun:
@@ -126,12 +112,15 @@ class DoorRun:
         """The results of the samples, in order; complete when `follow` has ended."""
         return [follower.result for follower in self._followers if follower.result is not None]
 
-    async def begin(self, weights: DirectWeights, samples: Sequence[Sample]) -> None:
-        """Submit the samples, all or none. Raises as `Sampling.sample_directly`."""
+    async def begin(self, weights: DirectWeights, samples: Sequence[Sample], *, stream: bool) -> None:
+        """Submit the samples, all or none; without `stream`, their tokens come all at once.
+
+        Raises as `Sampling.sample_directly`.
+        """
         self._followers = [_Follower(number, sample, self._news) for number, sample in enumerate(samples)]
         self._sequences = sum(sample.num_samples for sample in samples)
         accepted = await asyncio.gather(
-            *(self._accept(weights, *each) for each in zip(samples, self._followers, strict=True)),
+            *(self._accept(weights, *each, stream) for each in zip(samples, self._followers, strict=True)),
             return_exceptions=True,
         )
         self.records = [each for each in accepted if not isinstance(each, BaseException)]
@@ -178,9 +167,12 @@ class DoorRun:
                 task.cancel()
             self.drop()
 
-    async def _accept(self, weights: DirectWeights, sample: Sample, follower: _Follower) -> OperationRecord:
+    async def _accept(
+        self, weights: DirectWeights, sample: Sample, follower: _Follower, stream: bool
+    ) -> OperationRecord:
+        progress = follower.progress if stream else None
         return await self._sampling.sample_directly(
-            self._project_id, weights, sample, listener=follower, finished=follower.finished
+            self._project_id, weights, sample, progress=progress, finished=follower.finished
         )
 
     async def _wait(self, record: OperationRecord, follower: _Follower) -> None:
@@ -207,9 +199,9 @@ async def _never() -> None:
     await asyncio.Event().wait()
 
 
-def top_rows(topk: TopK | None, start: int, count: int) -> list[Top | None]:
-    """Rows `start` and on of a table of alternatives as (id, logprob); cells without a logprob are left out."""
+def top_rows(topk: TopK | None, count: int) -> list[Top | None]:
+    """A table of `count` rows of alternatives as (id, logprob); cells without a logprob are left out."""
     if topk is None:
         return [None] * count
-    rows = zip(topk.ids[start : start + count].tolist(), topk.logprobs[start : start + count].tolist(), strict=True)
+    rows = zip(topk.ids.tolist(), topk.logprobs.tolist(), strict=True)
     return [tuple((i, value) for i, value in zip(ids, values, strict=True) if value == value) for ids, values in rows]

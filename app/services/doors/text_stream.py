@@ -49,6 +49,14 @@ def joined(pieces: Sequence[TextPiece]) -> TextPiece:
 
 
 @dataclass(slots=True)
+class _Held:
+    """A token and where its text ends, in characters; None = not known yet."""
+
+    scored: ScoredToken
+    end: int | None = None
+
+
+@dataclass(slots=True)
 class TextStream:
     """Feed tokens with `add`, which gives the text that no later token can change; `end` gives the rest.
 
@@ -72,8 +80,10 @@ class TextStream:
     """Text that was not handed out yet: it may be the beginning of a stop string."""
     _length: int = 0
     """Characters handed out."""
-    _held: deque[tuple[ScoredToken, int]] = field(default_factory=deque)
-    """Tokens not handed out yet, each with where its text ends."""
+    _held: deque[_Held] = field(default_factory=deque)
+    """Tokens not handed out yet."""
+    _open: list[_Held] = field(default_factory=list)
+    """Those of them that end inside a character."""
 
     def add(self, token: int, logprob: float | None = None, top: Top | None = None) -> TextPiece:
         """Take the next token in. What comes after a stop string is dropped."""
@@ -83,8 +93,7 @@ class TextStream:
         start = self._length + len(self._pending)
         if not known.special:
             self._pending += self._decoder.decode(known.data)
-        scored = ScoredToken(token, logprob, self.offset + start, top)
-        self._held.append((scored, self._length + len(self._pending)))
+        self._hold(ScoredToken(token, logprob, self.offset + start, top), start)
         self._find_stop()
         return self._release(len(self._pending) - self._possible_stop(), last=False)
 
@@ -97,9 +106,23 @@ class TextStream:
             self._pending += self._decoder.decode(b"", final=True)
             if stop_reason == "stop":
                 finish = "eos"
-                if self._held and self._held[-1][0].token in self.eos:
+                if self._held and self._held[-1].scored.token in self.eos:
                     self._held.pop()
         return self._release(len(self._pending), last=True), finish
+
+    def _hold(self, scored: ScoredToken, start: int) -> None:
+        """Keep a token until its text is told, which is that of the whole character if it ends inside one."""
+        held, end = _Held(scored), self._length + len(self._pending)
+        self._held.append(held)
+        inside = bool(self._decoder.getstate()[0])
+        if end > start or not inside:
+            for each in self._open:
+                each.end = end
+            self._open.clear()
+        if inside:
+            self._open.append(held)
+        else:
+            held.end = end
 
     def _find_stop(self) -> None:
         found = [(self._pending.find(stop), stop) for stop in self.stops if stop in self._pending]
@@ -108,7 +131,7 @@ class TextStream:
         at, self.stopped_by = min(found)
         self._pending = self._pending[:at]
         cut = self.offset + self._length + at
-        while self._held and self._held[-1][0].start >= cut:
+        while self._held and self._held[-1].scored.start >= cut:
             self._held.pop()
 
     def _possible_stop(self) -> int:
@@ -128,10 +151,10 @@ class TextStream:
         self._length += len(text)
         complete: list[ScoredToken] = []
         while self._held:
-            scored, end = self._held[0]
-            ends_sequence = len(self._held) == 1 and scored.token in self.eos  # no part of the text if nothing follows
-            if not last and (end > self._length or ends_sequence):
+            first = self._held[0]
+            ends = len(self._held) == 1 and first.scored.token in self.eos  # no part of the text if nothing follows
+            if not last and (first.end is None or first.end > self._length or ends):
                 break
-            complete.append(scored)
+            complete.append(first.scored)
             self._held.popleft()
         return TextPiece(text, tuple(complete))
