@@ -9,6 +9,7 @@ import logging
 
 from engines.base import BaseEngine
 from schemas.errors import EngineFailure, TinsmithError
+from schemas.fail_points import fail_point
 from schemas.operations import MicroBatch, MicroBatchResult, StepResult, TrainResult
 from workers.faults import to_tinsmith_error
 
@@ -32,8 +33,14 @@ def run_micro_batch(engine: BaseEngine, micro: MicroBatch) -> MicroBatchResult:
         except Exception as error:
             outcomes[operation_id] = to_tinsmith_error(error, "checking the batch")
             _drop(engine, operation_id)
+    if micro.opened:
+        fail_point("forward_backward.opened")
     _compute(engine, micro, outcomes)
+    if micro.ranges:
+        fail_point("forward_backward.computed")
     _step(engine, micro, outcomes)
+    if micro.steps:
+        fail_point("optim_step.taken")
     return MicroBatchResult(outcomes, engine.take_stats())
 
 

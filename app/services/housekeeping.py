@@ -1,7 +1,7 @@
-"""What happens by itself: recovery at start-up, expiry, and the batched bookkeeping of activity.
+"""What happens by itself: expiry, and the batched bookkeeping of activity.
 
-Responsible for one sweeper task and for what an earlier process left behind. Not responsible for the rules of what
-expires when (the settings) or for the rows themselves (`store`).
+Responsible for one sweeper task. Not responsible for the rules of what expires when (the settings), for the rows
+themselves (`store`), or for what an earlier process left (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.checkpoints import Checkpoints
 from app.services.futures import Futures
+from app.services.history import ModelHistory
 from app.services.operations import Operations
 from app.services.runs import Runs
-from app.services.sampling import KIND as SAMPLE
-from app.services.sampling import Sampling
 from app.services.stability import Stability
-from schemas.errors import ModelLost
-from store import checkpoints, sessions
 from store import operations as log
-from store import runs as run_rows
-from store.artifacts import Artifacts
+from store import sessions
 from store.bodies import Bodies
 from store.database import Store
 
@@ -46,13 +42,12 @@ class Housekeeping:
         *,
         store: Store,
         bodies: Bodies,
-        artifacts: Artifacts,
         operations: Operations,
         futures: Futures,
         runs: Runs,
-        sampling: Sampling,
         saved: Checkpoints,
         stability: Stability,
+        history: ModelHistory,
         interval: float,
         session_timeout: float,
         keep_delivered: float,
@@ -61,13 +56,12 @@ class Housekeeping:
     ) -> None:
         self._store = store
         self._bodies = bodies
-        self._artifacts = artifacts
         self._operations = operations
         self._futures = futures
         self._runs = runs
-        self._sampling = sampling
         self._saved = saved
         self._stability = stability
+        self._history = history
         self._interval = interval
         self._session_timeout = timedelta(seconds=session_timeout)
         self._keep_delivered = timedelta(seconds=keep_delivered)
@@ -80,24 +74,6 @@ class Housekeeping:
     def touch(self, session_id: str) -> None:
         """Note a sign of life of a session; written with the next sweep. Sessions that are over stay over."""
         self._seen[session_id] = self._clock()
-
-    async def recover(self) -> None:
-        """Settle what an earlier process left: its live runs are lost, its unfinished samples run again."""
-        models = await self._store.write(run_rows.mark_live_runs_lost)
-        unfinished = await self._store.read(log.unfinished)
-        for record in unfinished:
-            if record.kind == SAMPLE:
-                await self._sampling.resubmit(record)
-        orphans = [record.request_id for record in unfinished if record.kind != SAMPLE]
-        await self._operations.fail_now(orphans, _left_behind())
-        await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders))
-        await self._bodies.sweep(await self._store.read(log.body_names))
-        if models or unfinished:
-            logger.warning(
-                "an earlier process left %d live training runs, which are lost, and %d unfinished operations",
-                len(models),
-                len(unfinished),
-            )
 
     async def start(self) -> None:
         """Begin to sweep; returns at once."""
@@ -119,6 +95,7 @@ class Housekeeping:
             self._expire_results,
             self._saved.sweep_expired,
             self._stability.sweep,
+            self._history.sweep,
         ]
         for duty in duties:
             try:
@@ -169,10 +146,3 @@ class Housekeeping:
         )
         if refs:
             await self._bodies.delete(refs)
-
-
-def _left_behind() -> ModelLost:
-    return ModelLost(
-        "the server was restarted before this request was executed, and the live weights of its model are lost",
-        hint="create a new training client from the last saved state",
-    )
