@@ -20,11 +20,19 @@ from pathlib import Path
 from schemas.errors import AlreadyExists, InvalidRequest, Unavailable
 from store.connections import database_path
 from store.files import fsync_file, fsync_folder
-from store.read_only import body_files, checkpoint_files, open_database, require_known_schema, unreadable
+from store.read_only import (
+    body_files,
+    checkpoint_files,
+    open_database,
+    require_known_schema,
+    snapshot_files,
+    unreadable,
+)
 
 SECRETS = ("pepper", "dev_key", "url_secret", "token_secret")
 """Keys of the server, without which API keys and addresses in the database mean nothing."""
-SNAPSHOTS = "snapshots"
+PLACES = ("snapshots", "checkpoints", "bodies")
+"""Folders of files that rows name."""
 ATTEMPTS = 20
 """How often the database is copied again because the server dropped something that the last copy names."""
 _PAGES = 4096
@@ -119,18 +127,14 @@ class _Copy:
                 self._put(name, link=False)
         before: set[str] = set()
         for _ in range(ATTEMPTS):
-            self._link_all("checkpoints")
-            self._link_all("bodies")
-            snapshots = self._link_all(SNAPSHOTS)
+            for place in PLACES:
+                self._bring(f"{place}/{name}" for name in _names(self.data_dir / place))
             self._copy_database()
             missing = self._complete()
-            # Operations are kept from the oldest snapshot on. One that has gone may have taken operations along.
-            dropped = [name for name in snapshots if not (self.data_dir / name).exists()]
-            if not dropped and missing == before:  # none, or the same twice: the data folder itself lacks them
+            if not missing or missing == before:  # the same twice: the data folder itself lacks them
                 break
             before = missing
-            self.tell(f"the server removed {len(missing) + len(dropped)} files meanwhile; copying the database again")
-            self._forget_snapshots()
+            self.tell(f"the server removed {len(missing)} files meanwhile; copying the database again")
         else:
             raise Unavailable(
                 f"the data folder changed faster than it could be copied, {ATTEMPTS} times",
@@ -163,25 +167,21 @@ class _Copy:
         with closing(sqlite3.connect(database_path(self.into, None))) as copy:
             sizes = {f"checkpoints/{row.folder}": row.size_bytes for row in checkpoint_files(copy)}
             self.report.checkpoints = len(sizes)
-            bodies = {f"bodies/{name}": ref.size for name, ref in body_files(copy).items()}
-            self.report.bodies = len(bodies)
+            files = {f"bodies/{name}": ref.size for name, ref in body_files(copy).items()}
+            self.report.bodies = len(files)
+            files |= {f"snapshots/{name}": ref.size for name, ref in snapshot_files(copy).items()}
+            self.report.snapshots = len(files) - self.report.bodies
         for folder in sizes:
             self._bring(f"{folder}/{name}" for name in _names(self.data_dir / folder))
-        self._bring(bodies)
-        sizes |= bodies
-        for place in ("checkpoints", "bodies"):
+        self._bring(files)
+        sizes |= files
+        for place in PLACES:
             for path in (self.into / place).iterdir() if (self.into / place).is_dir() else ():
                 if f"{place}/{path.name}" not in sizes:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         return {name for name, size in sizes.items() if _size(self.into / name) != size}
 
     # -- files ---------------------------------------------------------------------------------------------------
-    def _link_all(self, place: str) -> list[str]:
-        """Everything below a folder of the data folder that is complete by its name; returns what is there by now."""
-        found = [f"{place}/{name}" for name in _names(self.data_dir / place)]
-        self._bring(found)
-        return [name for name in found if (self.into / name).exists()]
-
     def _bring(self, names: Iterable[str]) -> None:
         told = time.monotonic()
         wanted = [name for name in names if not (self.into / name).exists()]
@@ -219,17 +219,12 @@ class _Copy:
             return False
         return True
 
-    def _forget_snapshots(self) -> None:
-        if (self.into / SNAPSHOTS).is_dir():
-            shutil.rmtree(self.into / SNAPSHOTS)
-
     def _sync(self) -> None:
         """Make everything durable, and count it."""
         fsync_file(database_path(self.into, None))
         for folder, _, names in os.walk(self.into):
             self.report.bytes += sum(Path(folder, name).stat().st_size for name in names)
             fsync_folder(Path(folder))
-        self.report.snapshots = len(_names(self.into / SNAPSHOTS))
 
 
 def _names(root: Path) -> list[str]:
@@ -251,6 +246,6 @@ def _size(path: Path) -> int:
 def describe(done: Backup) -> str:
     """One line for people."""
     return (
-        f"{done.checkpoints} checkpoints, {done.bodies} bodies and {done.snapshots} snapshot files, "
+        f"{done.checkpoints} checkpoints, {done.bodies} bodies and {done.snapshots} snapshots, "
         f"{done.bytes / 1e6:.1f} MB, {done.linked} files linked, in {done.seconds:.1f} s"
     )

@@ -27,6 +27,7 @@ from store.read_only import (
     open_database,
     running_server,
     schema_of,
+    snapshot_files,
 )
 from store.records import BodyRef
 
@@ -48,17 +49,21 @@ def check_data_folder(data_dir: Path, tell: Tell = lambda line: None) -> list[Ch
             checks.append(_database(connection))
             checks.append(_schema(connection))
             if all(check.status != "fail" for check in checks[1:]):
-                checkpoints, bodies = checkpoint_files(connection), body_files(connection)
+                rows = checkpoint_files(connection), body_files(connection), snapshot_files(connection)
             else:
-                checkpoints, bodies = None, None
+                rows = None
     except Unavailable as error:
         return [*checks, Check("database", "fail", error.message, () if error.hint is None else (error.hint,))]
     except sqlite3.Error as error:
         return [*checks, Check("database", "fail", f"the database is damaged ({error})")]
     checks.append(_secrets(data_dir))
-    if checkpoints is not None and bodies is not None:
+    if rows is not None:
+        checkpoints, bodies, snapshots = rows
         checks.append(_checkpoints(data_dir, checkpoints, tell))
-        checks.append(_bodies(data_dir, bodies, tell))
+        lost = "these requests or results are lost"
+        checks.append(_files(data_dir, "bodies", bodies, body_files, lost, tell))
+        lost = "training goes on from an earlier one after a crash"
+        checks.append(_files(data_dir, "snapshots", snapshots, snapshot_files, lost, tell))
         checks.append(_strays(data_dir, running is not None))
     return checks
 
@@ -150,24 +155,31 @@ def _checkpoint_problems(folder: Path, row: CheckpointFiles) -> list[str]:
     return problems
 
 
-def _bodies(data_dir: Path, refs: Mapping[str, BodyRef], tell: Tell) -> Check:
+def _files(
+    data_dir: Path,
+    place: str,
+    refs: Mapping[str, BodyRef],
+    again: Callable[[sqlite3.Connection], Mapping[str, BodyRef]],
+    lost: str,
+    tell: Tell,
+) -> Check:
+    """Files that are named one by one, with their checksums; `again` reads the rows once more, `lost` says what is."""
     found = {}
-    for ref in _paced(refs.values(), tell, "bodies"):
-        problem = _body_problem(data_dir / "bodies" / ref.name, ref)
+    for ref in _paced(refs.values(), tell, place):
+        problem = _file_problem(data_dir / place / ref.name, ref)
         if problem is not None:
             found[ref.name] = f"{ref.name}: {problem}"
     if found:
         with open_database(data_dir) as connection:
-            still = body_files(connection)
+            still = again(connection)
         found = {name: text for name, text in found.items() if name in still}
     if found:
-        detail = f"{len(found)} of {len(refs)} cannot be read: these requests or results are lost"
-        return Check("bodies", "fail", detail, tuple(found.values()))
+        return Check(place, "fail", f"{len(found)} of {len(refs)} cannot be read: {lost}", tuple(found.values()))
     size = megabytes(sum(ref.size for ref in refs.values()))
-    return Check("bodies", "ok", f"{len(refs)} in files, {size}, every file has its checksum")
+    return Check(place, "ok", f"{len(refs)} in files, {size}, every file has its checksum")
 
 
-def _body_problem(path: Path, ref: BodyRef) -> str | None:
+def _file_problem(path: Path, ref: BodyRef) -> str | None:
     try:
         if path.is_symlink():
             return "is a link"
@@ -184,12 +196,13 @@ def _strays(data_dir: Path, running: bool) -> Check:
     """Files that no row names: what a crash left, which the next start removes, or what is being written just now."""
     seen = {
         place: {path.name: path for path in (data_dir / place).iterdir()} if (data_dir / place).is_dir() else {}
-        for place in ("checkpoints", "bodies")
+        for place in ("checkpoints", "bodies", "snapshots")
     }
     with open_database(data_dir) as connection:  # after the files: a row is written after its files
         named = {
             "checkpoints": {row.folder for row in checkpoint_files(connection)},
             "bodies": set(body_files(connection)),
+            "snapshots": set(snapshot_files(connection)),
         }
     strays, young = [], 0
     for place, paths in seen.items():

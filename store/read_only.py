@@ -145,3 +145,11 @@ def body_files(connection: sqlite3.Connection) -> dict[str, BodyRef]:
     )
     refs = [BodyRef(**json.loads(text)) for row in rows for text in row if text is not None]
     return {ref.name: ref for ref in refs}
+
+
+def snapshot_files(connection: sqlite3.Connection) -> dict[str, BodyRef]:
+    """Every snapshot of a live run, by its file's name. Older schemas have none."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'snapshots'").fetchall():
+        return {}
+    rows = connection.execute("SELECT file, size_bytes, sha256 FROM snapshots")
+    return {file: BodyRef(file, size, sha256) for file, size, sha256 in rows}
