@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 
@@ -26,6 +27,9 @@ from store.database import Store
 
 logger = logging.getLogger(__name__)
 
+JUMP_SECONDS = 60.0
+"""What the clock may gain or lose between two sweeps: more than any correction that is not a jump."""
+
 
 class Housekeeping:
     """One background task; everything it does is safe to repeat.
@@ -35,6 +39,7 @@ class Housekeeping:
         session_timeout: seconds of silence after which a session ends.
         keep_delivered, keep_undelivered: seconds that results are kept.
         clock: the time, aware UTC.
+        monotonic: seconds of a clock that nobody sets.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Housekeeping:
         keep_delivered: float,
         keep_undelivered: float,
         clock: Callable[[], datetime],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -68,7 +74,11 @@ class Housekeeping:
         self._keep_undelivered = timedelta(seconds=keep_undelivered)
         self._clock = clock
         self._seen: dict[str, datetime] = {}
+        self._monotonic = monotonic
         self._started = clock()
+        """Since when signs of life can be believed: the start, or the last jump of the clock."""
+        self._jumped: datetime | None = None
+        self._last = (self._started, monotonic())
         self._task: asyncio.Task[None] | None = None
 
     def touch(self, session_id: str) -> None:
@@ -106,7 +116,21 @@ class Housekeeping:
     async def _loop(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
+            self.notice_clock()
             await self.sweep()
+
+    def notice_clock(self) -> None:
+        """Look whether the clock was set, or stood still with a sleeping machine, since the last look.
+
+        How long a client was silent, and for how long it could have fetched a result, is not known then: both periods
+        begin anew.
+        """
+        (time_before, seconds_before), (now, seconds) = self._last, (self._clock(), self._monotonic())
+        self._last = (now, seconds)
+        jump = (now - time_before).total_seconds() - (seconds - seconds_before)
+        if abs(jump) > JUMP_SECONDS:
+            logger.warning("the clock jumped by %.0f s; nothing expires for it", jump)
+            self._started = self._jumped = now
 
     async def write_activity(self) -> None:
         """Write signs of life and deliveries that are known in memory only."""
@@ -128,7 +152,7 @@ class Housekeeping:
     async def _expire_sessions(self) -> None:
         now = self._clock()
         if now - self._started < self._session_timeout:
-            return  # clients could not send signs of life while the server was down
+            return  # clients could not send signs of life while the server was down, or the clock was another one
         silent = await self._store.read(lambda db: sessions.silent_sessions(db, now - self._session_timeout))
         for session in silent:
             if session.session_id not in self._seen:
@@ -141,6 +165,8 @@ class Housekeeping:
 
     async def _expire_results(self) -> None:
         now = self._clock()
+        if self._jumped is not None and now - self._jumped < self._keep_delivered:
+            return
         refs = await self._store.write(
             lambda db: log.expire_results(db, now - self._keep_delivered, now - self._keep_undelivered)
         )
