@@ -85,8 +85,24 @@ async def collect_ended(db: AsyncSession, limit: int = 500) -> tuple[list[str], 
     return [row.file for row in rows], refs
 
 
-async def log_of(db: AsyncSession, model_id: str) -> list[LoggedOperation]:
-    """The log of a run in order, without its creation."""
+async def place_in_log(db: AsyncSession, model_id: str) -> tuple[int, list[int], list[int]]:
+    """How far a run has come: the seq_id after all settled ones, those that are pending, and those above it that were
+    refused."""
+    mine = (Operation.scope == MODEL_SCOPE + model_id, Operation.seq_id.is_not(None))
+    settled = select(Operation.seq_id).where(*mine, Operation.state.in_(("done", "failed", "expired")))
+    last = await db.scalar(settled.order_by(Operation.seq_id.desc()).limit(1)) or 0
+    order = select(Operation.seq_id).where(*mine).order_by(Operation.seq_id)
+    pending = await db.scalars(order.where(Operation.state == "pending"))
+    refused = await db.scalars(order.where(Operation.state == "refused", Operation.seq_id > last))
+    return (
+        last + 1,
+        [seq_id for seq_id in pending if seq_id is not None],
+        [seq_id for seq_id in refused if seq_id is not None],
+    )
+
+
+async def log_of(db: AsyncSession, model_id: str, after_seq: int) -> list[LoggedOperation]:
+    """The operations of a run after `after_seq`, in order, without its creation."""
     size = case(
         (Operation.body_inline.is_not(None), func.length(Operation.body_inline)),
         (Operation.body_ref.is_not(None), Operation.body_ref["size"].as_integer()),
@@ -99,7 +115,7 @@ async def log_of(db: AsyncSession, model_id: str) -> list[LoggedOperation]:
         Operation.error["code"].as_string(),
         size,
     )
-    chosen = select(*columns).where(Operation.scope == MODEL_SCOPE + model_id, Operation.seq_id.is_not(None))
+    chosen = select(*columns).where(Operation.scope == MODEL_SCOPE + model_id, Operation.seq_id > after_seq)
     return [LoggedOperation(*row) for row in (await db.execute(chosen.order_by(Operation.seq_id))).all()]
 
 

@@ -7,7 +7,7 @@ responsible for executing (`workers/recovery.py`) or for when snapshots are take
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -67,12 +67,13 @@ class ModelHistory:
             scope = creation_scope(run.session_id)
             creation = await log.find_operation(db, run.project_id, scope, run.model_seq_id)
             snapshots = await snapshot_rows.snapshots_of(db, model_id)
-            return run, snapshots, await snapshot_rows.log_of(db, model_id), creation
+            logged = await snapshot_rows.log_of(db, model_id, _covered(snapshots))
+            return run, snapshots, logged, creation
 
         run, snapshots, logged, creation = await self._store.read(look)
         if run is None or creation is None or run.state not in run_rows.LIVE:
             raise lost(model_id)
-        operations, collected = self._changes(run, logged, waiting)
+        operations, collected = self._changes(run, logged, waiting, _covered(snapshots))
         return Past(
             project_id=run.project_id,
             snapshots=tuple(
@@ -124,11 +125,14 @@ class ModelHistory:
         await self._files.sweep(await self._store.read(snapshot_rows.snapshot_files))
 
     def _changes(
-        self, run: RunRecord, logged: list[LoggedOperation], waiting: Mapping[str, TinsmithError | None]
+        self,
+        run: RunRecord,
+        logged: list[LoggedOperation],
+        waiting: Mapping[str, TinsmithError | None],
+        collected: int,
     ) -> tuple[list[PastOperation], int]:
         """What changed the model, in order, and the last seq_id of it that cannot be read back any more."""
         changes: list[PastOperation] = []
-        collected = -1
         for one in logged:
             failed = _outcome(one, waiting)
             if one.kind not in snapshot_rows.CHANGING or failed is None:
@@ -143,6 +147,11 @@ class ModelHistory:
 
     def _reader(self, run: RunRecord, request_id: str) -> Callable[[], Awaitable[Operation]]:
         return partial(self._operations.read_logged, run.project_id, request_id)
+
+
+def _covered(snapshots: Sequence[SnapshotRecord]) -> int:
+    """What comes before the oldest snapshot that is kept was collected when it became that; -1: nothing was."""
+    return snapshots[-1].applied_seq if len(snapshots) >= snapshot_rows.KEPT else -1
 
 
 def _outcome(one: LoggedOperation, waiting: Mapping[str, TinsmithError | None]) -> bool | None:

@@ -113,14 +113,10 @@ class Recovery:
             return False
         if run.state == "creating":
             return any(record.kind != SAMPLE and _model_of(record) == run.model_id for record in unfinished)
-        logged = await self._store.read(lambda db: snapshot_rows.log_of(db, run.model_id))
-        settled = [one.seq_id for one in logged if one.state in ("done", "failed", "expired")]
-        next_seq = max(settled, default=0) + 1
-        cut_off = frozenset(one.seq_id for one in logged if one.state == "pending" and one.seq_id < next_seq)
-        runtime.reopen_model(run.model_id, next_seq, cut_off)
-        for one in logged:
-            if one.state == "refused" and one.seq_id >= next_seq:
-                runtime.note_refused(run.model_id, one.seq_id)
+        next_seq, pending, refused = await self._store.read(lambda db: snapshot_rows.place_in_log(db, run.model_id))
+        runtime.reopen_model(run.model_id, next_seq, frozenset(seq for seq in pending if seq < next_seq))
+        for seq_id in refused:
+            runtime.note_refused(run.model_id, seq_id)
         return True
 
     async def _resume(self, record: OperationRecord) -> bool:

@@ -26,6 +26,8 @@ from schemas.fail_points import POINTS, VARIABLE
 from tests.support.server import TINSMITH, environment, free_port, wait_until_ready
 
 MODEL = "acme/tiny"
+CLIENT_SECONDS = 400.0
+"""What a client gets for anything: a dozen restarts may lie in it, on a machine that does other things too."""
 RAW_DATA = [{"model_input": [5, 6, 7, 8], "loss_fn_inputs": {"target_tokens": [6, 7, 8, 9]}}]
 
 
@@ -181,7 +183,10 @@ def example(seed: int, length: int = 24) -> types.Datum:
     tokens = torch.randint(3, 259, (length + 1,), generator=generator)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": torch.ones(length)},
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_torch(tokens[1:]),
+            "weights": types.TensorData.from_torch(torch.ones(length)),
+        },
     )
 
 
@@ -200,11 +205,11 @@ def train(client: Any, steps: int, *, at_step: Callable[[int], None] = lambda st
         at_step(step)
         while len(waiting) > ahead:
             loss, applied = waiting.pop(0)
-            loss.result(timeout=150)
-            applied.result(timeout=150)
+            loss.result(timeout=CLIENT_SECONDS)
+            applied.result(timeout=CLIENT_SECONDS)
     for loss, applied in waiting:
-        loss.result(timeout=150)
-        applied.result(timeout=150)
+        loss.result(timeout=CLIENT_SECONDS)
+        applied.result(timeout=CLIENT_SECONDS)
 
 
 class Raw:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from tinker import types
 
 from schemas.fail_points import POINTS
-from tests.fault.harness import MODEL, RAW_DATA, Raw, Service, fail_at, sdk, serving, train
+from tests.fault.harness import CLIENT_SECONDS, MODEL, RAW_DATA, Raw, Service, fail_at, sdk, serving, train
 
 OPTIONS = ("--snapshot-operations", "4", "--snapshot-share", "1", "--sweep-interval", "1")
 WORKER_PLACES = {
@@ -47,20 +48,35 @@ def test_every_place_is_in_a_test() -> None:
     assert named == set(POINTS), "a place that no test kills at proves nothing"
 
 
-def test_a_worker_that_dies_at_any_place_changes_nothing(tmp_path: Path, base: Path) -> None:
-    _compare(tmp_path, base, WORKER_PLACES)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, object]:
+    """What the clients have in the end when nobody dies."""
+    with serving(tmp_path_factory.mktemp("undisturbed"), base, *OPTIONS) as service:
+        return _everything(service)
 
 
-def test_a_server_that_dies_at_any_place_changes_nothing(tmp_path: Path, base: Path) -> None:
-    _compare(tmp_path, base, SERVER_PLACES, tree=("turn.after_call", "result.before_row"))
+def test_a_worker_that_dies_at_any_place_changes_nothing(
+    tmp_path: Path, base: Path, expected: dict[str, object]
+) -> None:
+    _compare(tmp_path, base, expected, WORKER_PLACES)
 
 
-def _compare(folder: Path, base: Path, places: Mapping[str, int], tree: tuple[str, ...] = ()) -> None:
-    """Run the clients without and with deaths, each on a server of its own."""
-    quiet, deadly, markers = folder / "quiet", folder / "deadly", folder / "markers"
-    with serving(quiet, base, *OPTIONS) as service:
-        expected = _everything(service)
-    with serving(deadly, base, *OPTIONS, fail_at=fail_at(markers, dict(places), tree=tree)) as service:
+def test_a_server_that_dies_at_any_place_changes_nothing(
+    tmp_path: Path, base: Path, expected: dict[str, object]
+) -> None:
+    _compare(tmp_path, base, expected, SERVER_PLACES, tree=("turn.after_call", "result.before_row"))
+
+
+def _compare(
+    folder: Path,
+    base: Path,
+    expected: Mapping[str, object],
+    places: Mapping[str, int],
+    tree: tuple[str, ...] = (),
+) -> None:
+    """Run the clients on a server that dies at each of the places, and compare what they have."""
+    markers = folder / "markers"
+    with serving(folder, base, *OPTIONS, fail_at=fail_at(markers, dict(places), tree=tree)) as service:
         found = _everything(service)
     missing = set(places) - {marker.name for marker in markers.iterdir()}
     assert not missing, f"nobody died at {missing}"
@@ -72,21 +88,21 @@ def _everything(service: Service) -> dict[str, object]:
     """Two clients at once; what they have in the end."""
     with ThreadPoolExecutor(2) as threads:
         sdk_client, raw_client = threads.submit(_sdk_program, service), threads.submit(_raw_program, service)
-        return {**sdk_client.result(timeout=170), **raw_client.result(timeout=170)}
+        return {**sdk_client.result(timeout=CLIENT_SECONDS), **raw_client.result(timeout=CLIENT_SECONDS)}
 
 
 def _sdk_program(service: Service) -> dict[str, object]:
     with sdk(service) as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=3).result()
         train(training, 8)
-        middle = training.save_state("middle").result(timeout=150).path
+        middle = training.save_state("middle").result(timeout=CLIENT_SECONDS).path
         train(training, 2)
-        training.load_state(middle).result(timeout=150)
+        training.load_state(middle).result(timeout=CLIENT_SECONDS)
         train(training, 6)
         sampler = training.save_weights_and_get_sampling_client("drawn")
         params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=5)
-        drawn = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, params).result(timeout=150)
-        final = training.save_state("final").result(timeout=150).path
+        drawn = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, params).result(timeout=CLIENT_SECONDS)
+        final = training.save_state("final").result(timeout=CLIENT_SECONDS).path
         model_id = final.removeprefix("tinker://").split("/")[0]
         return {
             "middle": service.saved(middle),

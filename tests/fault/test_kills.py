@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from tests.fault.harness import MODEL, Service, sdk, serving, train
+from tests.fault.harness import CLIENT_SECONDS, MODEL, Service, sdk, serving, train
 
 STEPS = 12
 
@@ -19,7 +19,7 @@ def _program(service: Service, seed: int, at_step: Callable[[int], None] = lambd
     with sdk(service) as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=seed).result()
         train(training, STEPS, at_step=at_step)
-        path = training.save_state("final").result(timeout=150).path
+        path = training.save_state("final").result(timeout=CLIENT_SECONDS).path
         return path, path.removeprefix("tinker://").split("/")[0]
 
 
@@ -74,7 +74,7 @@ def test_killed_workers_and_servers_leave_no_trace_in_what_two_clients_trained(t
 
         with ThreadPoolExecutor(2) as threads:
             running = {seed: threads.submit(_program, service, seed, deadly(seed)) for seed in (1, 2)}
-            disturbed = {seed: future.result(timeout=170) for seed, future in running.items()}
+            disturbed = {seed: future.result(timeout=CLIENT_SECONDS) for seed, future in running.items()}
         assert killer.finish() == len(victims)
         for seed, (path, model_id) in disturbed.items():
             expected_path, expected_id = undisturbed[seed]
