@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from schemas.errors import ModelLost, TinsmithError, WorkerDied
 from schemas.fail_points import fail_point
 from schemas.operations import CreateModel, LoadWeights, Operation, OperationResult, SavedSnapshot
+from workers.adapters import create_adapter
 from workers.tickets import Entry, Ticket
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -228,18 +229,11 @@ class Recovery:
             return snapshot.applied_seq
         if past.collected_seq >= 0:
             raise lost(model_id, "no snapshot of it is intact")
-        await self._create(model_id, await past.creation())
+        creation = await past.creation()
+        if not isinstance(creation, CreateModel | LoadWeights):
+            raise lost(model_id, "the log does not say how it was created")
+        await create_adapter(self._call, model_id, creation)
         return 0
-
-    async def _create(self, model_id: str, creation: Operation) -> None:
-        if isinstance(creation, CreateModel):
-            await self._call("create_adapter", model_id, creation.lora, creation.optimizer)
-        elif isinstance(creation, LoadWeights):
-            await self._call(
-                "load_checkpoint", model_id, creation.folder, creation.with_optimizer, True, creation.optimizer
-            )
-        else:
-            raise ModelLost("the log does not say how this model was created")
 
     def _replay(self, model_id: str, past: Past, old: PastOperation) -> Entry:
         """A settled operation as one that nobody is answered for."""

@@ -7,14 +7,12 @@ means to the operations behind it. Not responsible for turns (`workers/turn_runn
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from schemas.errors import (
-    EngineFailure,
     InvalidRequest,
     ModelLost,
     NonFiniteGradient,
@@ -27,9 +25,8 @@ from schemas.operations import (
     LoadWeights,
     Operation,
     OperationResult,
-    SaveWeights,
-    ZeroGrad,
 )
+from workers.adapters import Adapters, create_adapter, start_call
 from workers.recovery import MAX_DEATHS, History, Recovery, lost
 from workers.scheduler import TrainingLine
 from workers.snapshots import SnapshotPolicy, Snapshots
@@ -38,13 +35,10 @@ from workers.tickets import Desk, Entry
 from workers.turn_runner import TurnRunner, WorkerCall, gone
 from workers.turns import Composer, Heads
 
-_log = logging.getLogger("tinsmith.runtime")
-
 MAX_RERUNS = 2
 """How often work that a dying worker took with it is run again, if running it again is harmless."""
 COMPANION_SECONDS = 1.0
 """A model is waited for only this long after its last operation: one that is idle delays nobody."""
-_LONGEST_REMOVAL_PAUSE = 60.0
 
 
 @dataclass(slots=True)
@@ -57,13 +51,6 @@ class _Model:
     """When it was last told of an operation or answered one."""
     cut_off: frozenset[int] = frozenset()
     """Operations that were in line already in an earlier process, and are to be submitted again."""
-
-
-@dataclass(slots=True)
-class _Removal:
-    model_id: str
-    attempts: int = 0
-    not_before: float = 0.0
 
 
 class TrainingLane:
@@ -120,9 +107,7 @@ class TrainingLane:
         self._max_adapters = max_adapters
         self._clock = clock
         self._models: dict[str, _Model] = {}
-        self._adapters: set[str] = set()
-        """Adapters on the worker, those that wait for removal included."""
-        self._removals: deque[_Removal] = deque()
+        self._adapters = Adapters(call, clock)
         self._single: Entry | None = None
         """The operation that runs as a call of its own."""
         self._again: deque[Entry] = deque()
@@ -181,8 +166,8 @@ class TrainingLane:
         for entry in [*again, *waiting, *self._turns.close(model_id), *self._line.close_model(model_id)]:
             self._desk.finish(entry, gone())
         running = self._single is not None and self._single.ticket.model_id == model_id
-        if running or model_id in self._adapters:
-            self._removals.append(_Removal(model_id))
+        if running or model_id in self._adapters.on_worker:
+            self._adapters.free(model_id)
 
     def reason(self, entry: Entry) -> str:
         """Why an entry has no result yet, for people."""
@@ -201,12 +186,9 @@ class TrainingLane:
 
     def next_deadline(self) -> float | None:
         """When the lane wants to be looked at without news from outside."""
-        deadlines = [removal.not_before for removal in self._removals]
-        for one in (self._line, self._recovery, self._snapshots):
-            deadline = None if one is None else one.next_deadline()
-            if deadline is not None:
-                deadlines.append(deadline)
-        return min(deadlines, default=None)
+        parts = (self._adapters, self._line, self._recovery, self._snapshots)
+        deadlines = [None if part is None else part.next_deadline() for part in parts]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     async def close(self) -> None:
         """Wait until what is being recorded is recorded."""
@@ -218,7 +200,7 @@ class TrainingLane:
 
         Raises `WorkerDied`; what was running then stays with the lane until `lose_models`.
         """
-        removed = await self._remove_due()
+        removed = await self._adapters.free_due(self._turns.forget_dropped)
         await self._record_given_up()
         if self._snapshots is not None:
             await self._snapshots.advance(self._is_free)
@@ -246,8 +228,7 @@ class TrainingLane:
         """
         running = [*([] if self._single is None else [self._single]), *self._turns.lose()]
         self._single = None
-        self._adapters.clear()
-        self._removals.clear()
+        self._adapters.lose()
         if self._snapshots is not None:
             self._snapshots.lose()
         failed: list[tuple[Entry, TinsmithError]] = []
@@ -347,9 +328,9 @@ class TrainingLane:
         model, self._coming_back = self._models[model_id], model_id
         await self._desk.close()  # what is being answered belongs to the past that it goes back to
         try:
-            if model_id in self._adapters:
+            if model_id in self._adapters.on_worker:
                 await self._call("remove_adapter", model_id)
-            self._adapters.add(model_id)
+            self._adapters.on_worker.add(model_id)
             restored = await self._recovery.restore(model_id)
         except WorkerDied:
             raise
@@ -360,7 +341,7 @@ class TrainingLane:
             return True
         self._coming_back = None
         if self._models.get(model_id) is not model:
-            self._removals.append(_Removal(model_id))
+            self._adapters.free(model_id)
         elif restored is not None:
             model.live = True
             self._line.put_first(model_id, *restored)
@@ -386,8 +367,8 @@ class TrainingLane:
             if model_id in self._models:
                 for entry, reason in self._lose(model_id, error):
                     self._desk.finish(entry, reason)
-                if model_id in self._adapters:
-                    self._removals.append(_Removal(model_id))
+                if model_id in self._adapters.on_worker:
+                    self._adapters.free(model_id)
 
     def _lose(self, model_id: str, error: TinsmithError) -> list[tuple[Entry, TinsmithError]]:
         """A model is lost; returns what waited for it, to be failed."""
@@ -419,43 +400,26 @@ class TrainingLane:
         if _creates(operation):
             return await self._create(model_id, model, operation)
         self._composer.prefetch()
-        result: OperationResult = await self._start_call(model_id, operation)
+        if self._snapshots is not None and isinstance(operation, LoadWeights):
+            self._snapshots.hurry(model_id)  # once it is taken, nobody needs the checkpoint any more
+        result: OperationResult = await start_call(self._call, model_id, operation)
         return result
 
     async def _create(self, model_id: str, model: _Model, operation: CreateModel | LoadWeights) -> OperationResult:
         if model.live:
             raise InvalidRequest(f"model {model_id!r} exists already", field="model_id")
-        if len(self._adapters) >= self._max_adapters:
+        if len(self._adapters.on_worker) >= self._max_adapters:
             raise InvalidRequest(
                 f"this base model already trains {self._max_adapters} models, its limit",
                 hint="finish a session that is no longer needed, or ask the operator to raise max_adapters",
                 code="adapter_limit",
             )
-        if isinstance(operation, CreateModel):
-            await self._call("create_adapter", model_id, operation.lora, operation.optimizer)
-            result: OperationResult = None
-        else:
-            result = await self._call(
-                "load_checkpoint", model_id, operation.folder, operation.with_optimizer, True, operation.optimizer
-            )
-        self._adapters.add(model_id)
+        result = await create_adapter(self._call, model_id, operation)
+        self._adapters.on_worker.add(model_id)
         model.live = True
         if self._snapshots is not None and isinstance(operation, LoadWeights):
             self._snapshots.hurry(model_id)
         return result
-
-    def _start_call(self, model_id: str, operation: Operation) -> Awaitable[Any]:
-        match operation:
-            case ZeroGrad():
-                return self._call("optimizer_zero_grad", model_id)
-            case SaveWeights():
-                return self._call("save_checkpoint", model_id, operation.folder, operation.with_optimizer)
-            case LoadWeights():
-                if self._snapshots is not None:  # once it is taken, nobody needs the checkpoint any more
-                    self._snapshots.hurry(model_id)
-                return self._call("load_checkpoint", model_id, operation.folder, operation.with_optimizer, False)
-            case _:
-                raise EngineFailure(f"a model has no operation {type(operation).__name__}")
 
     def _note_failure(self, entry: Entry, error: TinsmithError) -> TinsmithError:
         """A failed operation leaves its model usable, unless it was the one to create it."""
@@ -498,27 +462,6 @@ class TrainingLane:
             return []
         error = WorkerDied("the worker died each time that it created this model")
         return [(entry, self._note_failure(entry, error))]
-
-    async def _remove_due(self) -> bool:
-        """Free adapters of closed models. A failed removal is tried again later: the slot must not leak."""
-        now, removed = self._clock(), False
-        due = [removal for removal in self._removals if removal.not_before <= now]
-        if due:
-            await self._turns.forget_dropped()
-        for removal in due:
-            try:
-                await self._call("remove_adapter", removal.model_id)
-            except WorkerDied:
-                raise
-            except TinsmithError as error:
-                removal.attempts += 1
-                removal.not_before = now + min(2.0**removal.attempts, _LONGEST_REMOVAL_PAUSE)
-                _log.warning("adapter %s cannot be freed yet: %s", removal.model_id, error.message)
-                continue
-            self._removals.remove(removal)
-            self._adapters.discard(removal.model_id)
-            removed = True
-        return removed
 
 
 def _creates(operation: Operation) -> TypeGuard[CreateModel | LoadWeights]:

@@ -99,7 +99,7 @@ def _sdk_program(service: Service) -> dict[str, object]:
         train(training, 2)
         training.load_state(middle).result(timeout=CLIENT_SECONDS)
         train(training, 6)
-        sampler = training.save_weights_and_get_sampling_client("drawn")
+        sampler = training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=5)
         drawn = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, params).result(timeout=CLIENT_SECONDS)
         final = training.save_state("final").result(timeout=CLIENT_SECONDS).path

@@ -205,3 +205,28 @@ async def test_requests_are_kept_until_two_snapshots_cover_them_and_no_longer(se
         assert last.applied_seq <= 12
         assert await store.read(lambda db: db.scalar(select(func.count()).select_from(Snapshot))) == 2
         assert len(list((config.data_dir / "snapshots").iterdir())) == 2
+
+
+async def test_what_a_stopping_server_did_not_come_to_is_done_by_the_next_one(settings: MakeSettings) -> None:
+    config = settings(**NEVER, shutdown_grace=0.0)
+    async with serving(config) as api:
+        model = await api.model()
+        many = {"data": [datum(*range(5, 60))] * 40, "loss_fn": "cross_entropy"}
+        promised = [await api.submit("forward_backward", model_id=model, seq_id=seq, **many) for seq in range(1, 6)]
+        promised.append(await api.submit("optim_step", model_id=model, seq_id=6, adam_params={"learning_rate": 0.01}))
+        await api.edge.app.state.lifecycle.drain()
+
+        async def pending(db: Any) -> int:
+            mine = select(func.count()).where(Operation.scope == f"model:{model}", Operation.state == "pending")
+            return int(await db.scalar(mine) or 0)
+
+        assert await api.edge.app.state.store.read(pending) > 0, "all was done in time: the test is vacuous"
+    async with serving(config) as api:
+        outcomes = [await api.result(request_id) for request_id in promised]
+        assert all("error" not in outcome for outcome in outcomes)
+        assert state(api, model)["steps"] == 1
+        other = await api.model()
+        for _ in range(5):
+            await api.do("forward_backward", model_id=other, **many)
+        await api.do("optim_step", model_id=other, adam_params={"learning_rate": 0.01})
+        assert state(api, other) == state(api, model)
