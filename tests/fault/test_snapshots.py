@@ -67,10 +67,11 @@ async def newest(api: Api, model: str, above: int = -1) -> list[Any]:
 
 
 async def all_taken(api: Api) -> None:
-    """Wait until no snapshot is being written or recorded."""
+    """Wait until no snapshot is due, written or recorded."""
     [runtime] = api.edge.app.state.services.models.runtimes.values()
+    taken = runtime._training._snapshots
     deadline = time.monotonic() + 20
-    while runtime._training._snapshots._writing is not None:
+    while taken._writing is not None or any(model.operations >= 2 for model in taken._models.values()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
@@ -129,13 +130,12 @@ async def test_a_snapshot_damaged_at_any_byte_is_found_out_and_the_one_before_is
     config = settings(**OFTEN)
     async with serving(config) as api:
         model, above = await api.model(), 0
-        await api.train(model, steps=2)
+        await api.train(model)
+        await newest(api, model)
         for place in (0.0, 0.02, chance.random(), chance.random(), 1.0):
-            await newest(api, model, above)
-            await api.train(model)
-            await newest(api, model, above + 1)
+            await api.train(model, steps=2)
             await all_taken(api)
-            [last, older] = await newest(api, model, above + 1)
+            [last, older] = await newest(api, model, above)
             above = last.applied_seq
             damage(config.data_dir / "snapshots" / last.file, place)
             before = state(api, model)
