@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,9 +101,10 @@ class _Recovering:
 
 
 class Recovery:
-    """The models that are on their way back.
+    """The models that are on their way back. Each comes when there is work for it: one that is idle costs nobody time.
 
     Args:
+        wanted: whether anything waits in a model's queue.
         failed: told at once when an operation that had succeeded fails when it is executed again.
         clock: monotonic seconds.
     """
@@ -113,11 +114,13 @@ class Recovery:
         history: History,
         call: Callable[..., Awaitable[Any]],
         *,
+        wanted: Callable[[str], bool],
         failed: Callable[[str, TinsmithError], None],
         clock: Callable[[], float],
     ) -> None:
         self._history = history
         self._call = call
+        self._wanted = wanted
         self._failed = failed
         self._clock = clock
         self._models: dict[str, _Recovering] = {}
@@ -157,13 +160,24 @@ class Recovery:
         return [] if record is None else [entry for entry in record.cut_off if not entry.over]
 
     def next_due(self) -> str | None:
-        """A model whose state can be read back now."""
+        """A model whose state is wanted and can be read back now."""
         now = self._clock()
-        return next((model_id for model_id in self._due if self._models[model_id].not_before <= now), None)
+        return next((model_id for model_id, not_before in self._waited_for() if not_before <= now), None)
 
     def next_deadline(self) -> float | None:
         """When `next_due` will have something, if nothing else happens."""
-        return min((self._models[model_id].not_before for model_id in self._due), default=None)
+        return min((not_before for _, not_before in self._waited_for()), default=None)
+
+    def _waited_for(self) -> Iterator[tuple[str, float]]:
+        for model_id in self._due:
+            record = self._models[model_id]
+            if record.cut_off or self._wanted(model_id):
+                yield model_id, record.not_before
+
+    @property
+    def waiting(self) -> int:
+        """How many models are not on the worker yet."""
+        return len(self._due)
 
     def reason(self, model_id: str) -> str | None:
         """What is being done for a model, for people; None if it is not on its way back."""

@@ -42,6 +42,10 @@ class TrainingLine:
         self._update(model_id)
         return first
 
+    def waiting(self, model_id: str) -> bool:
+        """Whether anything waits in the queue of a model."""
+        return model_id in self._queues and len(self._queues[model_id]) > 0
+
     def put_first(self, model_id: str, project_id: str, entries: Sequence[Entry]) -> None:
         """Go on with a model that was set back: first these, then what is in its queue."""
         queue = self._queues[model_id]

@@ -97,7 +97,7 @@ class TrainingLane:
         self._recovery: Recovery | None = None
         self._snapshots: Snapshots | None = None
         if history is not None:
-            self._recovery = Recovery(history, call, failed=self._try_again, clock=clock)
+            self._recovery = Recovery(history, call, wanted=self._line.waiting, failed=self._try_again, clock=clock)
             self._snapshots = Snapshots(history, call, policy, clock)
         self._tell_lost = tell_lost
         self._coming_back: str | None = None
@@ -204,8 +204,7 @@ class TrainingLane:
         await self._record_given_up()
         if self._snapshots is not None:
             await self._snapshots.advance(self._is_free)
-        if await self._bring_back_next():
-            return True
+        brought = await self._bring_back_next()
         if self._again:
             entry = self._again.popleft()
             entry.start()
@@ -218,7 +217,7 @@ class TrainingLane:
             await self._turns.run(due)
         else:
             await self._turns.forget_dropped()
-        return removed or due is not None
+        return removed or brought or due is not None
 
     def lose_models(self) -> tuple[list[str], list[tuple[Entry, TinsmithError]]]:
         """The worker died with every adapter. Returns the models that are lost and the entries to fail, with errors.
@@ -408,7 +407,8 @@ class TrainingLane:
     async def _create(self, model_id: str, model: _Model, operation: CreateModel | LoadWeights) -> OperationResult:
         if model.live:
             raise InvalidRequest(f"model {model_id!r} exists already", field="model_id")
-        if len(self._adapters.on_worker) >= self._max_adapters:
+        coming = 0 if self._recovery is None else self._recovery.waiting
+        if len(self._adapters.on_worker) + coming >= self._max_adapters:
             raise InvalidRequest(
                 f"this base model already trains {self._max_adapters} models, its limit",
                 hint="finish a session that is no longer needed, or ask the operator to raise max_adapters",
