@@ -154,7 +154,7 @@ async def test_a_lost_reply_is_given_again_and_nothing_is_done_twice(tmp_path: P
         await careless.send("DELETE", f"{at}/weights/a/publish")
         assert (await api.client.get("checkpoints")).json()["cursor"]["total_count"] == 4
         await careless.do("unload_model", model_id=loaded["model_id"])
-        await careless.send("POST", f"sessions/{session}/finish", json={"reason": "success"})
+        await careless.send("POST", f"sessions/{session}/finish", json={"reason": {"type": "success"}})
 
 
 async def test_a_deletion_whose_reply_is_lost_is_done(tmp_path: Path) -> None:
