@@ -43,8 +43,11 @@ def _healthy(folder: Path) -> None:
     assert {name: (checks[name].status, checks[name].items) for name in WORDS} == dict.fromkeys(WORDS, ("ok", ()))
 
 
-async def _train(api: Api, until: asyncio.Event) -> int:
-    """Steps with large bodies; every one saved under the same name, beside one of its own; deletes too. Counts."""
+async def _train(api: Api, until: asyncio.Event) -> tuple[str, int]:
+    """Steps with large bodies; every one saved under the same name, beside one of its own; deletes too.
+
+    Returns the model's id and how many steps there were.
+    """
     session = await api.session()
     model = await api.model(session)
     count = 0
@@ -58,7 +61,7 @@ async def _train(api: Api, until: asyncio.Event) -> int:
             assert (await api.client.delete(route)).status_code == 204
         await api.edge.app.state.services.housekeeping.sweep()
         count += 1
-    return count
+    return model, count
 
 
 async def test_copies_made_while_clients_train_open_and_go_on(
@@ -79,7 +82,8 @@ async def test_copies_made_while_clients_train_open_and_go_on(
             done = await asyncio.to_thread(back_up, data_dir, copies[-1], links=number % 2 == 0, tell=lines.append)
             assert (done.missing, done.linked > 0) == ([], number % 2 == 0)
         until.set()
-        assert min(await asyncio.gather(*training)) >= 3
+        trained = await asyncio.gather(*training)
+        assert min(count for _, count in trained) >= 3
     assert any(line.startswith("database: ") for line in lines)
     for copy in copies:
         await asyncio.to_thread(_healthy, copy)
@@ -93,6 +97,8 @@ async def test_copies_made_while_clients_train_open_and_go_on(
         model = (await again.do("load_weights", **load))["model_id"]
         await again.train(model)
         await again.do("save_weights", model_id=model, path="after")
+        for live, _ in trained:  # what was being trained goes on, too
+            await again.train(live)
 
 
 def test_a_copy_of_a_stopped_folder_by_the_command(made: Path, tmp_path: Path) -> None:
