@@ -85,6 +85,17 @@ async def collect_ended(db: AsyncSession, limit: int = 500) -> tuple[list[str], 
     return [row.file for row in rows], refs
 
 
+async def drop_unneeded(db: AsyncSession) -> list[BodyRef]:
+    """At start-up: drop the bodies of expired operations that no run needs any more. Returns their files."""
+    kept = or_(Operation.body_inline.is_not(None), Operation.body_ref.is_not(None))
+    chosen = (Operation.state == "expired", kept, ~needed_for_replay())
+    rows = (await db.execute(select(Operation.request_id, Operation.body_ref).where(*chosen))).all()
+    for row in rows:
+        mine = Operation.request_id == row.request_id
+        await db.execute(update(Operation).where(mine).values(body_inline=None, body_ref=None))
+    return [BodyRef(**row.body_ref) for row in rows if row.body_ref is not None]
+
+
 async def place_in_log(db: AsyncSession, model_id: str) -> tuple[int, list[int], list[int]]:
     """How far a run has come: the seq_id after all settled ones, those that are pending, and those above it that were
     refused."""
@@ -147,7 +158,7 @@ def needed_for_replay() -> ColumnElement[bool]:
     creating = and_(
         Operation.scope.startswith("session:", autoescape=True),
         Operation.kind.in_(("create_model", "load_weights")),
-        Operation.state == "done",
+        Operation.state.in_(("done", "expired")),
     )
     return or_(changing, creating)
 

@@ -121,7 +121,8 @@ class ModelHistory:
         await self._files.sweep(await self._store.read(snapshot_rows.snapshot_files), STRAY_SECONDS)
 
     async def sweep_at_start(self) -> None:
-        """Remove every snapshot file that no row names."""
+        """Remove every snapshot file that no row names, and the requests that no run needs any more."""
+        await self._bodies.delete(await self._store.write(snapshot_rows.drop_unneeded))
         await self._files.sweep(await self._store.read(snapshot_rows.snapshot_files))
 
     def _changes(
