@@ -166,7 +166,7 @@ def test_a_disk_that_fills_up_leaves_nothing(made: Path, tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "/secret")
 
-    monkeypatch.setattr(app.backup.shutil, "copyfileobj", full)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
     with pytest.raises(Unavailable, match=r"could not be written \(No space left on device\)"):
         back_up(made, tmp_path / "dest", links=False)
     assert list(tmp_path.iterdir()) == []
@@ -193,7 +193,7 @@ def test_what_a_server_removes_between_two_looks_is_not_in_the_copy(
     """The first copy of the database names a checkpoint and a body whose files come and go between the looks."""
     source = Path(shutil.copytree(made, tmp_path / "source"))
     real = app.backup._Copy._copy_database
-    seen = []
+    seen: list[int] = []
 
     def copy_database(self: Any) -> None:
         real(self)
