@@ -142,6 +142,11 @@ class Settings(BaseSettings):
     restart_limit: int = Field(
         3, ge=0, description="How often in a row a worker that died is started again before its base model fails."
     )
+    turn_timeout: Seconds = Field(
+        900.0,
+        description="Seconds after which a turn of training or sampling counts as hung: its worker is ended and started "
+        "again, and what was under way runs again. A turn takes seconds; on a machine that swaps it may take minutes.",
+    )
     snapshot_operations: Count = Field(
         64,
         description="Operations that change a training run until a snapshot of its whole state is due. After a crash a "

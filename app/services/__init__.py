@@ -82,6 +82,8 @@ class ServiceSettings(Protocol):
     @property
     def restart_limit(self) -> int: ...
     @property
+    def turn_timeout(self) -> float: ...
+    @property
     def snapshot_operations(self) -> int: ...
     @property
     def snapshot_seconds(self) -> float: ...
@@ -215,6 +217,7 @@ def build_services(
             max_adapters=settings.max_adapters,
             max_sample_rows=settings.max_sample_rows,
             decode_slice=settings.decode_slice,
+            turn_timeout=settings.turn_timeout,
             restart_limit=settings.restart_limit,
             on_models_lost=on_models_lost,
             history=history,
