@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -226,3 +227,21 @@ async def test_an_operation_that_always_kills_the_worker_fails_alone(tmp_path: P
         assert (await value(good, 60)).metrics["grad_norm:mean"] == 5.0
         await until_state(runtime, "ready")
         assert (await value(client.submit(step(), "a", 3), 60)).metrics["grad_norm:mean"] == 5.0
+
+
+async def test_a_hung_turn_is_a_dead_worker_and_its_operation_runs_again(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER, turn_timeout=0.3) as (runtime, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.run(batch("a"), "a", 1)
+        engine = group.worker.actor.engine
+        hang = threading.Event()
+        engine.take_stats = hang.wait
+        hung = client.submit(batch("a"), "a", 2)
+        await until(lambda: group.worker is not None and group.worker.actor.engine is not engine)
+        hang.set()
+        assert (await value(hung)).metrics["loss:sum"] == -5.0
+        await until_state(runtime, "ready")
+        assert weight(group, "a") == (1.0, -10.0)
+        assert lost == []
