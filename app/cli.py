@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -120,6 +121,71 @@ def serve(*, config: Path | None = None, **values: Any) -> None:
 
 
 @app.command()
+def doctor(
+    *,
+    data_dir: Annotated[Path | None, typer.Option(help="The data folder to look at; a copy of one, too.")] = None,
+    port: Annotated[str | None, typer.Option(help="Port that should be free, if not the configured one.")] = None,
+    base_model: Annotated[list[str] | None, typer.Option(help="Base model, NAME or NAME=PATH, as for serve.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="The server's TOML file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for other programs.")] = False,
+) -> None:
+    """Check a data folder and this machine; changes nothing, and works beside a running server.
+
+    Every checkpoint and every stored body is read and compared with its checksum. Ends with 0 if all is well (warnings
+    do not count) and with 1 if something is not. Settings come from --config and the environment, as for serve.
+    """
+    given = {"data_dir": data_dir, "port": port, "base_model": base_model or None}
+    try:
+        settings = load_settings(given, config=config)
+    except SettingsError as error:
+        raise fail(str(error), USAGE) from None
+    from app.checks import as_json as to_json
+    from app.checks import as_table, healthy
+    from app.doctor import check_data_folder
+    from app.doctor_machine import check_machine
+    from store.read_only import running_server
+
+    checks = check_data_folder(settings.data_dir, _tell)
+    checks += check_machine(settings, running_server(settings.data_dir))
+    if as_json:
+        typer.echo(json.dumps(to_json(checks, data_dir=str(settings.data_dir)), indent=2))
+    else:
+        typer.echo(f"data folder {settings.data_dir}\n{as_table(checks)}")
+    raise typer.Exit(0 if healthy(checks) else FAILED)
+
+
+@app.command()
+def backup(
+    dest: Annotated[Path, typer.Argument(help="Folder to make; an empty one may be there already.")],
+    *,
+    data_dir: Annotated[Path | None, typer.Option(help="The data folder to copy.")] = None,
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Copy every file, also where a hard link would do (same disk).")
+    ] = False,
+) -> None:
+    """Copy a data folder to DEST, consistently, while its server runs.
+
+    The copy is a data folder: `tinsmith serve --data-dir DEST` opens it, and `tinsmith doctor --data-dir DEST` checks
+    it. On the same disk files are hard-linked, which takes no time and no room, but does not help against a failing
+    disk; --copy, or a DEST on another disk, does. It holds the server's keys: keep it as safe as the data folder.
+    """
+    from app.backup import back_up, describe
+    from schemas.errors import TinsmithError
+
+    try:
+        done = back_up(
+            _data_folder(data_dir), dest.expanduser(), links=not copy, tell=lambda line: typer.echo(line, err=True)
+        )
+    except TinsmithError as error:
+        hint = f" ({error.hint})" if error.hint else ""
+        raise fail(f"no backup was made: {error.message}{hint}") from None
+    for name in done.missing:
+        typer.echo(f"missing or damaged in the data folder itself: {name}", err=True)
+    typer.echo(f"{dest}: {describe(done)}")
+    raise typer.Exit(FAILED if done.missing else 0)
+
+
+@app.command()
 def demo(
     *,
     url: Annotated[
@@ -198,6 +264,12 @@ def openapi(
 
     output.write_text(to_yaml(create_app(Settings()).openapi()), encoding="utf-8")
     typer.echo(f"wrote {output}")
+
+
+def _tell(line: str) -> None:
+    """A line of progress, for who is watching."""
+    if sys.stderr.isatty():
+        typer.echo(line, err=True)
 
 
 def _data_folder(data_dir: Path | None) -> Path:

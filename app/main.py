@@ -41,6 +41,7 @@ from app.routes import (
 )
 from app.services import GroupFactory, build_services
 from app.settings import Settings
+from schemas.errors import Unavailable
 from store.database import Store
 from store.dev_key import ensure_dev_key
 
@@ -122,6 +123,10 @@ def _lifespan(
         async with AsyncExitStack() as closing:  # in reverse: drain, then close the store
             try:
                 await _open(app, settings, lifecycle, groups, closing)
+            except OSError as error:
+                reason = error.strerror or "input/output error"
+                app.state.startup_error = Unavailable(f"the data folder cannot be used ({reason})")
+                raise
             except Exception as error:
                 app.state.startup_error = error  # for the terminal: uvicorn would only show a traceback
                 raise

@@ -28,8 +28,9 @@ from pydantic_settings import (
 
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENV_PREFIX = "TINSMITH_"
-OTHER_ENV = frozenset({"TINSMITH_CONFIG", "TINSMITH_URL", "TINSMITH_KEY"})
-"""Variables with our prefix that are not settings of the server: the config file, and what `tinsmith demo` reads."""
+OTHER_ENV = frozenset({"TINSMITH_CONFIG", "TINSMITH_URL", "TINSMITH_KEY", "TINSMITH_FAIL_AT"})
+"""Variables with our prefix that are not settings of the server: the config file, what `tinsmith demo` reads, and where
+a test of crashes lets a process die."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9._-]+)?")
 
@@ -145,8 +146,28 @@ class Settings(BaseSettings):
         900.0,
         ge=0,
         allow_inf_nan=False,
-        description="Seconds after which a training turn counts as hung: its worker is ended and started again, as if "
-        "it had died. A turn has `micro_batch_tokens` tokens, or one datum that is longer. 0: no limit.",
+        description="Seconds after which a turn of training or sampling counts as hung: its worker is ended and "
+        "started again, and what was under way runs again. A turn takes seconds; on a machine that swaps it may take "
+        "minutes. 0: no limit.",
+    )
+    snapshot_operations: Count = Field(
+        64,
+        description="Operations that change a training run until a snapshot of its whole state is due. After a crash a "
+        "run goes on from its newest snapshot, and what came after it is executed again.",
+    )
+    snapshot_seconds: Seconds = Field(
+        120.0, description="Seconds after a change of a training run until a snapshot of it is due."
+    )
+    snapshot_mib: Count = Field(
+        256, description="MiB of requests that change a training run until a snapshot of it is due."
+    )
+    snapshot_share: float = Field(
+        0.05,
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Part of the time that may be spent on taking and writing snapshots, one at a time; with many "
+        "training runs they are then taken later than they are due.",
     )
     max_adapters: Count = Field(
         1024,

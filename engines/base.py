@@ -7,7 +7,7 @@ An engine computes; it knows no HTTP, no database, no process layout.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from schemas.operations import (
     OptimizerType,
     PassStats,
     SavedAdapter,
+    SavedSnapshot,
     StepParams,
     StepResult,
     TrainBatch,
@@ -74,6 +75,22 @@ class BaseEngine(ABC):
         Without the optimizer, a new adapter has fresh moments; a live one also gets fresh moments. The accumulated
         gradient is cleared in both cases, for it belongs to the weights that were replaced. `optimizer` chooses that
         of a new adapter (None: the saved one's with its state, else AdamW); saved state fits only the type it is of.
+        """
+
+    @abstractmethod
+    def snapshot_adapter(self, adapter_id: str, path: Path) -> Callable[[], SavedSnapshot]:
+        """Copy the whole state now (weights, moments, steps, accumulated gradient); the returned function writes it.
+
+        That function may run in any thread, beside other calls. The file is then there whole or not at all, and
+        durable; it raises `EngineFailure` if it cannot be written. Raises `NotFound`, `OutOfMemory`, and
+        `EngineFailure` while an operation of the adapter is open.
+        """
+
+    @abstractmethod
+    def restore_adapter(self, adapter_id: str, path: Path, sha256: str) -> None:
+        """A new adapter from a file of `snapshot_adapter`, bit for bit as it was.
+
+        Raises `ModelLost` if the file is missing or does not have this checksum, `AlreadyExists`, `OutOfMemory`.
         """
 
     # -- the split primitives -----------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ safetensors and JSON, never pickle. Not responsible for where folders live or fo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,18 +22,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engines.checkpoint_files import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    sha256_of,
+)
 from engines.lora import AdapterWeights
 from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest
 from schemas.operations import LORA_ALPHA, LoraSpec, OptimizerType
 
-FORMAT_VERSION = 1
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-MANIFEST_FILE = "tinsmith.json"
-
 _PREFIX = "base_model.model."
-
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How the safetensors library tells which error of the system it met."""
 
 SLOTS: Mapping[OptimizerType, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "dimuon": ("momentum",)}
 """What each optimizer remembers of a tensor."""
@@ -87,7 +90,8 @@ def write_adapter(
         base_model: the public name of the base model, for `base_model_name_or_path`.
         all_linears: module paths of all linears of the base model, to name the targets without ambiguity.
 
-    Raises `AlreadyExists` if a folder with content is there, `EngineFailure` if it cannot be written.
+    Raises `AlreadyExists` if a folder with content is there, `EngineFailure` if it cannot be written; nothing is left
+    behind then.
     """
     tensors = _named(weights)
     if not tensors or any(tensor.numel() == 0 for tensor in tensors.values()):
@@ -107,16 +111,23 @@ def write_adapter(
             "format_version": FORMAT_VERSION,
             "lora": asdict(spec),
             "optimizer": None if optimizer is None else optimizer.type,
-            "sha256": {name: _sha256(temporary / name) for name in (CONFIG_FILE, *files)},
+            "sha256": {name: sha256_of(temporary / name) for name in (CONFIG_FILE, *files)},
         }
         _write_json(temporary / MANIFEST_FILE, manifest)
         _fsync(temporary)
         os.rename(temporary, folder)
-        _fsync(folder.parent)
+        try:
+            _fsync(folder.parent)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)  # it could vanish with the next power failure
+            raise
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = (error.strerror if isinstance(error, OSError) else None) or "input/output error"
-        raise EngineFailure(f"the checkpoint could not be written: {reason}") from error
+        raise EngineFailure(
+            f"the checkpoint could not be written: {_reason(error)}",
+            hint="the model and its earlier checkpoints are as they were; save again when the server's disk takes it",
+            code="checkpoint_not_written",
+        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -144,7 +155,7 @@ def read_adapter(folder: Path, *, with_optimizer: bool = False) -> SavedState:
     sums = manifest.get("sha256")
     wanted = [CONFIG_FILE, WEIGHTS_FILE, *([OPTIMIZER_FILE] if with_optimizer else [])]
     for name in wanted:
-        if not isinstance(sums, dict) or sums.get(name) != _sha256(_regular(folder, name)):
+        if not isinstance(sums, dict) or sums.get(name) != sha256_of(_regular(folder, name)):
             raise InvalidRequest(f"the checkpoint is damaged: {name} does not match its checksum")
     config = _read_json(folder, CONFIG_FILE)
     if config.get("r") != spec.rank or config.get("lora_alpha") != LORA_ALPHA:
@@ -296,9 +307,12 @@ def _regular(folder: Path, name: str) -> Path:
     return path
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _reason(error: OSError | SafetensorError) -> str:
+    """Why the disk refused, in the system's words and without a path."""
+    if isinstance(error, OSError):
+        return error.strerror or "input/output error"
+    told = _OS_ERROR.search(str(error))
+    return os.strerror(int(told[1])) if told else "input/output error"
 
 
 def _size(folder: Path) -> int:

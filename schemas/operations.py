@@ -150,6 +150,14 @@ class SavedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedSnapshot:
+    """A file with the whole state of an adapter, durable on disk: its size in bytes and its SHA-256 (hex)."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to draw. `max_tokens` None = to the end of the context; `stop` None = at end of sequence, `()` = never."""
 

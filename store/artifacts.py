@@ -16,7 +16,7 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
-from schemas.errors import NotFound
+from schemas.errors import NotFound, Unavailable
 from store.files import fsync_file, fsync_folder, make_private_folder
 
 _log = logging.getLogger(__name__)
@@ -68,9 +68,13 @@ class Artifacts:
 
         Raises:
             NotFound: the source is gone, or going.
-            OSError: the copy cannot be written.
+            Unavailable: the disk does not take the copy.
         """
-        await asyncio.to_thread(_copy, self.path(source), self.path(target))
+        try:
+            await asyncio.to_thread(_copy, self.path(source), self.path(target))
+        except OSError as error:
+            reason = error.strerror or "input/output error"
+            raise Unavailable(f"the server cannot copy the checkpoint right now ({reason})") from error
 
     async def delete(self, folder_name: str) -> None:
         """Remove a folder and what a writer that died left beside it; what is gone already is passed over."""
@@ -132,7 +136,11 @@ def _copy(source: Path, target: Path) -> None:
                 fsync_file(temporary / path.name)
         fsync_folder(temporary)
         temporary.rename(target)
-        fsync_folder(target.parent)
+        try:
+            fsync_folder(target.parent)
+        except BaseException:
+            _remove(target)
+            raise
     except FileNotFoundError:
         _remove(temporary)
         raise NotFound("these checkpoint files do not exist") from None

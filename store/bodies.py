@@ -56,7 +56,10 @@ class Bodies:
             try:
                 return await asyncio.to_thread(self._write, name, data)
             except OSError as error:
-                raise Unavailable(f"the server cannot store a body of {len(data)} bytes right now") from error
+                raise Unavailable(
+                    f"the server cannot store a body of {len(data)} bytes right now "
+                    f"({error.strerror or 'input/output error'})"
+                ) from error
 
     async def get(self, body: Body) -> bytes:
         """The bytes of a body.
@@ -88,8 +91,13 @@ class Bodies:
         return self._root / name
 
     def _write(self, name: str, data: bytes) -> BodyRef:
-        write_new(self._root / name, data)
-        fsync_folder(self._root)
+        path = self._root / name
+        write_new(path, data)
+        try:
+            fsync_folder(self._root)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
         return BodyRef(name, len(data), hashlib.sha256(data).hexdigest())
 
     def _read(self, path: Path, ref: BodyRef) -> bytes:

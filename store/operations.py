@@ -20,6 +20,7 @@ from sqlalchemy.orm import aliased
 from schemas.errors import SeqIdConflict, TinsmithError
 from store.error_codec import error_from_json, error_to_json
 from store.records import Body, BodyRef, NewOperation, OperationRecord, OperationState
+from store.snapshots import needed_for_replay
 from store.tables import Operation
 
 _REFUSED = "refused"
@@ -169,7 +170,8 @@ async def expire_results(
 ) -> list[BodyRef]:
     """Drop the outcomes and bodies of operations that were delivered, or finished and never asked for, long ago.
 
-    At most `limit` operations at a time, so that no other write waits long; the next sweep takes the rest.
+    Bodies stay (and failures as they are) where a live run may have to do it again: see `store.snapshots`. At most
+    `limit` operations at a time, so that no other write waits long; the next sweep takes the rest.
 
     Returns:
         The files that nobody needs any more, to be deleted after the commit.
@@ -181,12 +183,19 @@ async def expire_results(
             Operation.delivered_at.is_(None) & (Operation.finished_at < undelivered_before),
         ),
     )
-    columns = (Operation.request_id, Operation.body_ref, Operation.result_ref)
-    rows = (await db.execute(select(*columns).where(*over).order_by(Operation.finished_at).limit(limit))).all()
-    refs = [BodyRef(**ref) for _, *files in rows for ref in files if ref is not None]
-    empty = dict.fromkeys(("body_inline", "body_ref", "result_inline", "result_ref", "error", "content_type"))
-    chosen = Operation.request_id.in_([row.request_id for row in rows])
-    await db.execute(update(Operation).where(chosen).values(state="expired", **empty))
+    needed = needed_for_replay()
+    columns = (Operation.request_id, Operation.body_ref, Operation.result_ref, needed.label("needed"))
+    chosen = select(*columns).where(*over, or_(Operation.state == "done", ~needed))
+    rows = (await db.execute(chosen.order_by(Operation.finished_at).limit(limit))).all()
+    refs: list[BodyRef] = []
+    outcome = dict.fromkeys(("result_inline", "result_ref", "error", "content_type"))
+    for keeps in (False, True):
+        some = [row for row in rows if bool(row.needed) is keeps]
+        gone = outcome if keeps else outcome | dict.fromkeys(("body_inline", "body_ref"))
+        refs += [BodyRef(**row.result_ref) for row in some if row.result_ref is not None]
+        refs += [BodyRef(**row.body_ref) for row in some if row.body_ref is not None and not keeps]
+        ids = Operation.request_id.in_([row.request_id for row in some])
+        await db.execute(update(Operation).where(ids).values(state="expired", **gone))
     return refs
 
 

@@ -196,6 +196,30 @@ class OperationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedOperation:
+    """A line of a model's log without its bodies. `size`: bytes of the request's body; None once it is gone."""
+
+    request_id: str
+    kind: str
+    seq_id: int
+    state: OperationState
+    error_code: str | None
+    size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A recorded snapshot of a run: the name of its file, and its SHA-256 (hex)."""
+
+    file: str
+    model_id: str
+    applied_seq: int
+    size_bytes: int
+    sha256: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """An outcome as a line of its scope's list: `place` is its cursor, `size` the bytes of a result."""
 

@@ -15,11 +15,13 @@ from schemas.operations import LoraSpec
 from store.records import RunRecord, RunState
 from store.tables import Run
 
+LIVE: tuple[RunState, ...] = ("creating", "ready")
+"""States in which a run takes work, and what it did may have to be done again."""
 _FROM: Mapping[RunState, tuple[RunState, ...]] = {
     "creating": (),
     "ready": ("creating",),
     "failed": ("creating",),
-    "lost": ("creating", "ready"),
+    "lost": LIVE,
     "closed": ("creating", "ready", "failed", "lost"),
 }
 """From which states a state can be reached. Lost weights never come back, and what is closed stays closed."""
@@ -71,6 +73,12 @@ async def get_run(db: AsyncSession, project_id: str, model_id: str) -> RunRecord
     return _record(row) if row is not None and row.project_id == project_id else None
 
 
+async def find_run(db: AsyncSession, model_id: str) -> RunRecord | None:
+    """The run of any project, for the server's own purposes."""
+    row = await db.get(Run, model_id)
+    return None if row is None else _record(row)
+
+
 async def list_runs(db: AsyncSession, project_id: str, limit: int, offset: int) -> tuple[list[RunRecord], int]:
     """One page of a project's runs, newest first, and how many there are in all; those never created are left out."""
     mine = (Run.project_id == project_id, Run.state != "failed")
@@ -103,10 +111,10 @@ async def runs_of_session(db: AsyncSession, session_id: str) -> list[RunRecord]:
     return [_record(row) for row in rows]
 
 
-async def mark_live_runs_lost(db: AsyncSession) -> list[str]:
-    """At start-up: no adapter is in any memory, so every run that had one is lost. Returns their model ids."""
-    live = Run.state.in_(_FROM["lost"])
-    return list(await db.scalars(update(Run).where(live).values(state="lost").returning(Run.model_id)))
+async def live_runs(db: AsyncSession) -> list[RunRecord]:
+    """Every run of all projects that takes work: at start-up, no adapter of them is in any memory."""
+    rows = await db.scalars(select(Run).where(Run.state.in_(LIVE)).order_by(Run.created_at, Run.model_id))
+    return [_record(row) for row in rows]
 
 
 def _record(row: Run) -> RunRecord:

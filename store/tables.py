@@ -248,6 +248,21 @@ class Operation(Base):
     result_inline: Mapped[bytes | None]
 
 
+class Snapshot(Base):
+    """A file with the whole state of a run after all its operations up to `applied_seq`, from which it goes on when the
+    process that holds it has died."""
+
+    __tablename__ = "snapshots"
+    __table_args__ = (Index(None, "model_id", "applied_seq"),)
+
+    file: Mapped[str] = mapped_column(primary_key=True)
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.model_id"))
+    applied_seq: Mapped[int]
+    size_bytes: Mapped[int]
+    sha256: Mapped[str]
+    created_at: Mapped[datetime]
+
+
 class Event(Base):
     """A line of the audit log. `resource` is the first word of `event`, for filtering."""
 

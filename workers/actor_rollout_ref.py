@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from engines.base import BaseEngine
 from engines.sampling.base import SamplingEngine
+from schemas.fail_points import fail_point
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
@@ -94,4 +95,5 @@ class ActorRolloutRefWorker:
     @register(Dispatch.ONE_TO_ALL)
     def sample_turn(self, turn: SampleTurn) -> SampleTurnResult:
         """One turn of the sampling engine; requests that are not done go on with the next one."""
+        fail_point("sample.turn")
         return self.rollout.turn(turn)

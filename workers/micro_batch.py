@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from engines.base import BaseEngine
 from schemas.errors import EngineFailure, TinsmithError, is_adapters_busy
+from schemas.fail_points import fail_point
 from schemas.operations import (
     AdapterStep,
     DatumRange,
@@ -44,6 +45,8 @@ def run_micro_batch(engine: BaseEngine, micro: MicroBatch) -> MicroBatchResult:
     while True:
         ended = len(outcomes)
         busy = _open(engine, waiting, outcomes)
+        if waiting:
+            fail_point("forward_backward.opened")
         _compute(engine, [part for part in ranges if part.operation_id not in busy], outcomes)
         ranges = [part for part in ranges if part.operation_id in busy]
         stuck = len(busy) == len(waiting) and len(outcomes) == ended
@@ -53,7 +56,11 @@ def run_micro_batch(engine: BaseEngine, micro: MicroBatch) -> MicroBatchResult:
     outcomes.update(busy)
     refused = {waiting[operation_id].adapter_id: error for operation_id, error in busy.items()}
     outcomes.update({step.operation_id: refused[step.adapter_id] for step in micro.steps if step.adapter_id in refused})
+    if micro.ranges:
+        fail_point("forward_backward.computed")
     _step(engine, [step for step in micro.steps if step.adapter_id not in refused], outcomes)
+    if micro.steps:
+        fail_point("optim_step.taken")
     return MicroBatchResult(outcomes, engine.take_stats())
 
 

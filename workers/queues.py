@@ -7,7 +7,7 @@ models (`workers/scheduler.py`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -35,12 +35,24 @@ class ModelQueue(Generic[T]):
         self._last_started = first_seq - 1
         """The largest seq_id that has started or was given up."""
         self._waiting: dict[int, _Waiting[T]] = {}
+        self._first: deque[T] = deque()
+        """Goes before everything that waits under its seq_id."""
+        self.paused = False
+        """Nothing may start, and no time runs."""
         self._refused: set[int] = set()
-        self._again: deque[tuple[int, T]] = deque()
-        """Items that have started before, with their seq_ids; they come before everything that waits."""
 
     def __len__(self) -> int:
-        return len(self._again) + len(self._waiting)
+        return len(self._waiting) + len(self._first)
+
+    def put_first(self, items: Iterable[T]) -> None:
+        """Items that had started before, or are of seq_ids that are over: they start before all others, in order."""
+        self._first.extend(items)
+
+    def take_first(self) -> list[T]:
+        """Take out what `put_first` has put in and that has not started."""
+        taken = list(self._first)
+        self._first.clear()
+        return taken
 
     def add(self, seq_id: int | None, item: T, now: float) -> int:
         """Enqueue; returns the seq_id, which for None is the one after everything known so far.
@@ -70,27 +82,31 @@ class ModelQueue(Generic[T]):
     def missing(self) -> int | None:
         """The seq_id that everything waits for; None if nothing waits or the next item can start."""
         expected = self._expected()
-        return None if self._again or not self._waiting or expected in self._waiting else expected
+        if self.paused or self._first:
+            return None
+        return None if not self._waiting or expected in self._waiting else expected
 
     def peek(self) -> T | None:
         """The item that may start now, if there is one."""
-        if self._again:
-            return self._again[0][1]
+        if self.paused:
+            return None
+        if self._first:
+            return self._first[0]
         waiting = self._waiting.get(self._expected())
         return None if waiting is None else waiting.item
 
     def pop(self) -> T:
         """Start the item that `peek` shows; raises `LookupError` if there is none."""
-        if self._again:
-            return self._again.popleft()[1]
+        if self._first:
+            return self._first.popleft()
         seq_id = self._expected()
         item = self._waiting.pop(seq_id).item
         self._pass(seq_id)
         return item
 
-    def put_back(self, items: Sequence[tuple[int, T]]) -> None:
-        """Items with their seq_ids, in order, that have started but have to start again, before all others."""
-        self._again.extendleft(reversed(items))
+    def put_back(self, items: Sequence[T]) -> None:
+        """Items, in order, that have started but have to start again, before all others."""
+        self._first.extendleft(reversed(items))
 
     def gap_deadline(self) -> float | None:
         """When the missing seq_id will be given up; None if none is missing."""
@@ -111,15 +127,14 @@ class ModelQueue(Generic[T]):
     def drain(self) -> list[T]:
         """Take everything out, in order; the seq_ids count as passed."""
         seq_ids = sorted(self._waiting)
-        items = [item for _, item in self._again] + [self._waiting.pop(seq_id).item for seq_id in seq_ids]
-        self._again.clear()
+        items = [*self.take_first(), *(self._waiting.pop(seq_id).item for seq_id in seq_ids)]
         if seq_ids:
             self._pass(seq_ids[-1])
         return items
 
     def ahead(self, seq_id: int) -> int:
         """How many waiting items have a smaller seq_id."""
-        return sum(1 for waiting in [*self._waiting, *(again for again, _ in self._again)] if waiting < seq_id)
+        return len(self._first) + sum(1 for waiting in self._waiting if waiting < seq_id)
 
     def _expected(self) -> int:
         """The smallest seq_id that has neither started nor been refused or given up."""

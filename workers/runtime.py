@@ -17,7 +17,9 @@ from typing import Any, Literal
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
 from workers.group import WorkerGroup
+from workers.recovery import RECOVERING, History
 from workers.sampling_lane import SamplingLane
+from workers.snapshots import SnapshotPolicy
 from workers.throughput import Throughput, ThroughputMeter
 from workers.tickets import Desk, QueueState, Ticket
 from workers.training_lane import TrainingLane
@@ -62,7 +64,9 @@ class ModelRuntime:
             after a death. None = no limit.
         restart_limit: restarts in a row, without any completed work between them, before the runtime gives up.
         restart_pause: seconds before the first of those restarts; doubles each time.
-        on_models_lost: told which models are gone after a worker died, before their operations fail.
+        on_models_lost: told which models cannot be brought back after a worker died, before their operations fail.
+        history: the log and the snapshots from which models are brought back; None = live models die with a worker.
+        snapshots: when a snapshot of a model is taken.
         clock: monotonic seconds.
     """
 
@@ -80,6 +84,8 @@ class ModelRuntime:
         restart_limit: int = 3,
         restart_pause: float = 0.5,
         on_models_lost: Callable[[Sequence[str]], Awaitable[None]],
+        history: History | None = None,
+        snapshots: SnapshotPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -101,6 +107,9 @@ class ModelRuntime:
             meter=self._meter,
             gap_timeout=gap_timeout,
             max_adapters=max_adapters,
+            history=history,
+            policy=snapshots or SnapshotPolicy(),
+            tell_lost=self._tell_lost,
             clock=clock,
         )
         self._sampling = SamplingLane(
@@ -139,6 +148,7 @@ class ModelRuntime:
             await asyncio.wait({self._task})
         self._desk.finish_all(self._unavailable())
         await self._group.stop()
+        await self._training.close()
         await self._desk.close()
 
     @property
@@ -154,6 +164,12 @@ class ModelRuntime:
     def open_model(self, model_id: str) -> None:
         """Expect the operations of a training run, from its creation (seq_id 0) on."""
         self._training.open_model(model_id)
+
+    def reopen_model(self, model_id: str, next_seq: int, cut_off: frozenset[int]) -> None:
+        """Bring back a training run of an earlier process; `next_seq` is the first seq_id that was not in line yet, and
+        `cut_off` are those before it that are submitted (next) to run again."""
+        self._training.reopen_model(model_id, next_seq, cut_off)
+        self._wake.set()
 
     def submit(self, ticket: Ticket) -> None:
         """Take an operation in. Never blocks and never raises: what cannot run is told through `ticket.done`."""
@@ -196,7 +212,8 @@ class ModelRuntime:
             return QueueState("active")
         if entry.ticket.model_id is None:
             return QueueState("active", "running" if entry.running else self._sampling.reason(entry))
-        return QueueState("active", self._training.reason(entry))
+        reason = self._training.reason(entry)
+        return QueueState("paused_capacity" if reason.startswith(RECOVERING) else "active", reason)
 
     def samples_waiting(self, project_id: str) -> int:
         """How many samples of a project wait to be handed to the worker."""
@@ -300,7 +317,10 @@ class ModelRuntime:
         self._wake.set()
 
     async def _recover(self, error: TinsmithError) -> None:
-        """Tell what is lost, then bring the group back; raises the last error when it cannot be brought back."""
+        """Set the models back and start the group again; raises the last error when it cannot be started.
+
+        The models are brought back afterwards, in turn with other work.
+        """
         _log.error("restarting the worker of %s: %s", self.name, error.message)
         self.state, self._since = "restarting", self._clock()
         lost, failed = self._training.lose_models()

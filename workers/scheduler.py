@@ -30,9 +30,28 @@ class TrainingLine:
         self._models: dict[str, FairShare[str]] = {}
         """By project."""
 
-    def open_model(self, model_id: str) -> None:
-        """Begin a queue whose first seq_id is 0."""
-        self._queues[model_id] = ModelQueue(self._gap_timeout)
+    def open_model(self, model_id: str, first_seq: int = 0) -> None:
+        """Begin a queue."""
+        self._queues[model_id] = ModelQueue(self._gap_timeout, first_seq)
+
+    def set_back(self, model_id: str) -> list[Entry]:
+        """Nothing of a model may start until `put_first`; returns what that had put in and that has not started."""
+        queue = self._queues[model_id]
+        queue.paused = True
+        first = queue.take_first()
+        self._update(model_id)
+        return first
+
+    def waiting(self, model_id: str) -> bool:
+        """Whether anything waits in the queue of a model."""
+        return model_id in self._queues and len(self._queues[model_id]) > 0
+
+    def put_first(self, model_id: str, project_id: str, entries: Sequence[Entry]) -> None:
+        """Go on with a model that was set back: first these, then what is in its queue."""
+        queue = self._queues[model_id]
+        queue.put_first(entries)
+        queue.paused = False
+        self._join(model_id, project_id)
 
     def close_model(self, model_id: str) -> list[Entry]:
         """Drop a queue; returns what waited in it, in order."""
@@ -50,8 +69,10 @@ class TrainingLine:
     def add(self, model_id: str, entry: Entry, now: float) -> None:
         """Enqueue under the ticket's seq_id; raises `InvalidRequest` as `ModelQueue.add` does."""
         entry.seq_id = self._queues[model_id].add(entry.ticket.seq_id, entry, now)
-        project_id = self._project_of.setdefault(model_id, entry.ticket.project_id)
-        self._models.setdefault(project_id, FairShare())
+        self._join(model_id, entry.ticket.project_id)
+
+    def _join(self, model_id: str, project_id: str) -> None:
+        self._models.setdefault(self._project_of.setdefault(model_id, project_id), FairShare())
         self._update(model_id)
 
     def note_refused(self, model_id: str, seq_id: int) -> None:
@@ -81,7 +102,7 @@ class TrainingLine:
         queue = self._queues.get(model_id)
         if queue is None:
             return False
-        queue.put_back([(entry.seq_id, entry) for entry in entries])
+        queue.put_back(entries)
         self._update(model_id)
         return True
 

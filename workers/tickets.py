@@ -29,6 +29,9 @@ class Ticket:
         done: takes the result or the error; called exactly once.
         started: told when it begins to run, and again when it has to begin again.
         is_step: whether it is an optimizer step, so that this is known before it is loaded.
+        changes: whether its success changes the model.
+        size: bytes of its stored form.
+        undo: removes what a run that was cut off may have left on disk; awaited before it runs again.
         progress: takes new tokens of a sample as they are drawn: each token once, also when the sample has to begin
             again, and all of them before `done`. Must not block. None = nobody listens.
     """
@@ -41,6 +44,9 @@ class Ticket:
     done: Callable[[OperationResult | TinsmithError], Awaitable[None]]
     started: Callable[[], None] = lambda: None
     is_step: bool = False
+    changes: bool = True
+    size: int = 0
+    undo: Callable[[], Awaitable[None]] | None = None
     progress: Callable[[SampleDelta], None] | None = None
 
 
@@ -63,6 +69,8 @@ class Entry:
     attempts: int = 0
     """How often it was lost with a worker, or failed together with others, and has to run again."""
     over: bool = False
+    again: Callable[[OperationResult | TinsmithError], None] | None = None
+    """Told the outcome of an operation that was settled before and is only executed again: nobody is answered."""
     told: dict[int, int] = field(default_factory=dict)
     """Of a sample that streams: sequence -> how many of its tokens `progress` has had."""
     _loading: asyncio.Future[Operation] | None = None
@@ -137,6 +145,9 @@ class Desk:
             return
         entry.over = True
         entry.unload()
+        if entry.again is not None:
+            entry.again(outcome)
+            return
         del self._entries[entry.ticket.request_id]
         if isinstance(outcome, TinsmithError) and outcome.category == "server":
             _log.warning("request %s failed: %s: %s", entry.ticket.request_id, outcome.code, outcome.message)

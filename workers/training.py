@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engines.base import BaseEngine
+from schemas.fail_points import fail_point
 from schemas.operations import (
     LoraSpec,
     OptimizerType,
@@ -44,7 +45,10 @@ class TrainingWorker:
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool) -> SavedAdapter:
         """Write the adapter as a new, complete folder."""
-        return self.engine.save_adapter(adapter_id, Path(folder), with_optimizer=with_optimizer)
+        fail_point("save.begun")
+        saved = self.engine.save_adapter(adapter_id, Path(folder), with_optimizer=with_optimizer)
+        fail_point("save.written")
+        return saved
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(
@@ -56,9 +60,11 @@ class TrainingWorker:
         optimizer: OptimizerType | None = None,
     ) -> SavedAdapter:
         """Load a folder into a new adapter (`create`, with this optimizer) or into the live one."""
-        return self.engine.load_adapter(
+        loaded = self.engine.load_adapter(
             adapter_id, Path(folder), with_optimizer=with_optimizer, create=create, optimizer=optimizer
         )
+        fail_point("load.done")
+        return loaded
 
     @register(Dispatch.ONE_TO_ALL)
     def infer_batch(self, batch: TrainBatch) -> TrainResult:

@@ -1,22 +1,21 @@
 """Executes training operations: batches and steps of many models in turns, everything else as a call of its own.
 
-Responsible for the life of the adapters on the worker (new, live, failed, lost, freed) and for what a failure means to
-the operations behind it. Not responsible for turns (`workers/turn_runner.py`), nor for restarting workers
-(`workers/runtime.py`).
+Responsible for the life of the adapters on the worker (new, live, failed, set back, lost, freed) and for what a failure
+means to the operations behind it. Not responsible for turns (`workers/turn_runner.py`), for how a model is brought back
+(`workers/recovery.py`), nor for restarting workers (`workers/runtime.py`).
 """
 
 from __future__ import annotations
 
-import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from schemas.errors import (
-    EngineFailure,
     InvalidRequest,
     ModelLost,
+    NonFiniteGradient,
     NotFound,
     TinsmithError,
     WorkerDied,
@@ -27,22 +26,20 @@ from schemas.operations import (
     LoadWeights,
     Operation,
     OperationResult,
-    SaveWeights,
-    ZeroGrad,
 )
+from workers.adapters import Adapters, create_adapter, start_call
+from workers.recovery import MAX_DEATHS, History, Recovery, lost
 from workers.scheduler import TrainingLine
+from workers.snapshots import SnapshotPolicy, Snapshots
 from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
 from workers.turn_runner import TurnRunner, WorkerCall, gone
 from workers.turns import CALL_TOKENS, Composer, Heads
 
-_log = logging.getLogger("tinsmith.runtime")
-
 MAX_RERUNS = 2
 """How often work that a dying worker took with it is run again, if running it again is harmless."""
 COMPANION_SECONDS = 1.0
 """A model is waited for only this long after its last operation: one that is idle delays nobody."""
-_LONGEST_REMOVAL_PAUSE = 60.0
 
 
 @dataclass(slots=True)
@@ -53,13 +50,8 @@ class _Model:
     error: TinsmithError | None = None
     seen: float = float("-inf")
     """When it was last told of an operation or answered one."""
-
-
-@dataclass(slots=True)
-class _Removal:
-    model_id: str
-    attempts: int = 0
-    not_before: float = 0.0
+    cut_off: frozenset[int] = frozenset()
+    """Operations that were in line already in an earlier process, and are to be submitted again."""
 
 
 class TrainingLane:
@@ -68,6 +60,10 @@ class TrainingLane:
     Args:
         budget: tokens of a turn, once the base model is loaded.
         meter: told what each turn cost.
+        history: the log and the snapshots from which models are brought back; None = a model that was on a worker which
+            died is lost.
+        policy: when snapshots are taken.
+        tell_lost: told which models cannot be brought back, before their operations fail.
     """
 
     def __init__(
@@ -79,6 +75,9 @@ class TrainingLane:
         meter: ThroughputMeter,
         gap_timeout: float,
         max_adapters: int,
+        history: History | None,
+        policy: SnapshotPolicy,
+        tell_lost: Callable[[Sequence[str]], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
         self._desk = desk
@@ -93,14 +92,23 @@ class TrainingLane:
             is_open=lambda model_id: model_id in self._models,
             expects_company=self._expects_company,
             finish=self._finish,
+            distrust=self._distrust,
             clock=clock,
         )
+        self._recovery: Recovery | None = None
+        self._snapshots: Snapshots | None = None
+        if history is not None:
+            self._recovery = Recovery(history, call, wanted=self._line.waiting, failed=self._try_again, clock=clock)
+            self._snapshots = Snapshots(history, call, policy, clock)
+        self._tell_lost = tell_lost
+        self._coming_back: str | None = None
+        """The model whose state is being restored."""
+        self._given_up: dict[str, TinsmithError] = {}
+        """Models that cannot be brought back, until that is recorded."""
         self._max_adapters = max_adapters
         self._clock = clock
         self._models: dict[str, _Model] = {}
-        self._adapters: set[str] = set()
-        """Adapters on the worker, those that wait for removal included."""
-        self._removals: deque[_Removal] = deque()
+        self._adapters = Adapters(call, clock)
         self._single: Entry | None = None
         """The operation that runs as a call of its own."""
         self._again: deque[Entry] = deque()
@@ -113,6 +121,16 @@ class TrainingLane:
             self._models[model_id] = _Model()
             self._line.open_model(model_id)
 
+    def reopen_model(self, model_id: str, next_seq: int, cut_off: frozenset[int]) -> None:
+        """A model of an earlier process: bring it back, then go on with `next_seq`, the first that was not in line yet.
+
+        `cut_off`: seq_ids before it that are submitted next; they were under way, and run again in their places.
+        """
+        assert self._recovery is not None
+        self._models[model_id] = _Model(cut_off=cut_off)
+        self._line.open_model(model_id, next_seq)
+        self._set_back(model_id, [])
+
     def submit(self, entry: Entry) -> None:
         """Queue an entry; one that can never run is answered at once."""
         model_id = entry.ticket.model_id or ""
@@ -123,6 +141,11 @@ class TrainingLane:
             if model.error is not None:
                 raise model.error
             model.seen = self._clock()
+            seq_id = entry.ticket.seq_id
+            if self._recovery is not None and seq_id in model.cut_off:
+                model.cut_off, entry.seq_id = model.cut_off - {seq_id}, seq_id
+                self._recovery.wait(model_id, entry)
+                return
             self._line.add(model_id, entry, model.seen)
             self._composer.prefetch()
         except TinsmithError as error:
@@ -138,16 +161,22 @@ class TrainingLane:
             return
         again = [entry for entry in self._again if entry.ticket.model_id == model_id]
         self._again = deque(entry for entry in self._again if entry.ticket.model_id != model_id)
-        for entry in [*again, *self._turns.close(model_id), *self._line.close_model(model_id)]:
+        waiting = [] if self._recovery is None else self._recovery.forget(model_id)
+        if self._snapshots is not None:
+            self._snapshots.forget(model_id)
+        for entry in [*again, *waiting, *self._turns.close(model_id), *self._line.close_model(model_id)]:
             self._desk.finish(entry, gone())
         running = self._single is not None and self._single.ticket.model_id == model_id
-        if running or model_id in self._adapters:
-            self._removals.append(_Removal(model_id))
+        if running or model_id in self._adapters.on_worker:
+            self._adapters.free(model_id)
 
     def reason(self, entry: Entry) -> str:
         """Why an entry has no result yet, for people."""
         if entry in self._again:
             return "waiting to run again"
+        recovering = None if self._recovery is None else self._recovery.reason(entry.ticket.model_id or "")
+        if recovering is not None:
+            return recovering
         if entry.running:
             return self._turns.progress(entry)
         model_id = entry.ticket.model_id or ""
@@ -158,7 +187,7 @@ class TrainingLane:
     @property
     def adapters(self) -> int:
         """Adapters on the worker, in its memory or idle on disk."""
-        return len(self._adapters)
+        return len(self._adapters.on_worker)
 
     # -- what the loop does ----------------------------------------------------------------------------------------
     def expire(self) -> None:
@@ -168,16 +197,27 @@ class TrainingLane:
 
     def next_deadline(self) -> float | None:
         """When the lane wants to be looked at without news from outside."""
-        deadlines = [removal.not_before for removal in self._removals]
-        gap = self._line.next_deadline()
-        return min([*deadlines, gap] if gap is not None else deadlines, default=None)
+        parts = (self._adapters, self._line, self._recovery, self._snapshots)
+        deadlines = [None if part is None else part.next_deadline() for part in parts]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    async def close(self) -> None:
+        """Wait until what is being recorded is recorded."""
+        if self._snapshots is not None:
+            await self._snapshots.close()
 
     async def run_next(self) -> bool:
-        """Free what is due, then run one turn or one call; False if there was nothing to do.
+        """Free what is due, bring a model back, or run one turn or one call; False if there was nothing to do.
 
         Raises `WorkerDied`; what was running then stays with the lane until `lose_models`.
         """
-        removed = await self._remove_due()
+        removed = await self._adapters.free_due(self._turns.forget_dropped)
+        if removed:
+            self._composer.parked.freed()
+        await self._record_given_up()
+        if self._snapshots is not None:
+            await self._snapshots.advance(self._is_free)
+        brought = await self._bring_back_next()
         if self._again:
             entry = self._again.popleft()
             entry.start()
@@ -190,27 +230,34 @@ class TrainingLane:
             await self._turns.run(due)
         else:
             await self._turns.forget_dropped()
-        return removed or due is not None
+        return removed or brought or due is not None
 
     def lose_models(self) -> tuple[list[str], list[tuple[Entry, TinsmithError]]]:
-        """The worker died: every adapter is gone. Returns the lost models and the entries to fail, with their errors.
+        """The worker died with every adapter. Returns the models that are lost and the entries to fail, with errors.
 
-        Models that were not created yet are not lost: a creation that was running is run again.
+        With a history, models are set back instead and their operations that were running run again. Models that were
+        not created yet are not lost either way: a creation that was running is run again.
         """
-        lost = [model_id for model_id in self._adapters if model_id in self._models]
-        failed: list[tuple[Entry, TinsmithError]] = []
         running = [*([] if self._single is None else [self._single]), *self._turns.lose()]
         self._single = None
-        for model_id in lost:
-            error = _model_lost(model_id)
-            self._models[model_id].live, self._models[model_id].error = False, error
-            failed += [(waiting, error) for waiting in self._line.close_model(model_id)]
+        self._adapters.lose()
+        if self._snapshots is not None:
+            self._snapshots.lose()
+        failed: list[tuple[Entry, TinsmithError]] = []
+        gone_models: list[str] = []
+        over_again = {self._coming_back} | {entry.ticket.model_id for entry in running if entry.again is not None}
+        self._coming_back = None
+        for model_id, model in self._models.items():
+            if not model.live and not self._back(model_id):
+                continue
+            if self._recovery is not None and self._set_back(model_id, [], died=model_id in over_again):
+                continue
+            gone_models.append(model_id)
+            failed += self._lose(model_id, lost(model_id, "it cannot be brought back"))
         for entry in running:
-            if not entry.over:
+            if not entry.over and entry.again is None:
                 failed += self._after_death(entry)
-        self._adapters.clear()
-        self._removals.clear()
-        return lost, failed
+        return gone_models, failed
 
     # -- what turns ask ---------------------------------------------------------------------------------------------
     def _check(self, model_id: str, operation: Operation) -> TinsmithError | None:
@@ -229,10 +276,118 @@ class TrainingLane:
         return any(m.live and m.seen >= since and model_id not in present for model_id, m in self._models.items())
 
     def _finish(self, entry: Entry, outcome: OperationResult | TinsmithError) -> None:
-        model = self._models.get(entry.ticket.model_id or "")
+        model_id, ticket = entry.ticket.model_id or "", entry.ticket
+        model = self._models.get(model_id)
         if model is not None:
             model.seen = self._clock()
+            if isinstance(outcome, ModelLost) and entry.again is None and model.live and self._runs_again(entry):
+                return
+            if self._recovery is not None and self._back(model_id):  # set back earlier in the same turn
+                entry.running = False
+                self._recovery.wait(model_id, entry)
+                return
+            if self._snapshots is not None and ticket.seq_id is not None:
+                failed = isinstance(outcome, TinsmithError) and not isinstance(outcome, NonFiniteGradient)
+                self._snapshots.note(model_id, ticket.seq_id, ticket.size, ticket.changes and not failed)
         self._desk.finish(entry, outcome)
+
+    # -- bringing models back --------------------------------------------------------------------------------------
+    def _back(self, model_id: str) -> bool:
+        """Whether a model is on its way back and its state still has to be restored."""
+        return self._recovery is not None and self._recovery.restoring(model_id)
+
+    def _is_free(self, model_id: str) -> bool:
+        """Whether nothing of a model is open on the worker."""
+        model = self._models.get(model_id)
+        return model is not None and model.live and model_id not in self._composer.under_way
+
+    def _set_back(self, model_id: str, cut_off: list[Entry], *, died: bool = False) -> bool:
+        """Nothing of a model runs until it is brought back; False if that was tried too often."""
+        assert self._recovery is not None
+        self._models[model_id].live = False
+        if self._snapshots is not None:
+            self._snapshots.forget(model_id)
+        cut_off = [*cut_off, *self._line.set_back(model_id)]
+        for entry in cut_off:
+            entry.unload()
+        return self._recovery.begin(model_id, cut_off, died=died)
+
+    def _distrust(self, model_ids: set[str]) -> None:
+        """Nobody knows how far a call came with these models: they go back to what the log says."""
+        for model_id in model_ids:
+            if self._recovery is not None and self._is_live(model_id):
+                self._set_back(model_id, self._turns.close(model_id))
+
+    def _is_live(self, model_id: str) -> bool:
+        model = self._models.get(model_id)
+        return model is not None and model.live
+
+    def _runs_again(self, entry: Entry) -> bool:
+        """The worker has lost the state of one model (a damaged file, say): bring it back, and run this again."""
+        entry.attempts += 1
+        if self._recovery is None or entry.attempts > MAX_DEATHS:
+            return False
+        entry.running = False
+        model_id = entry.ticket.model_id or ""
+        self._set_back(model_id, [entry, *self._turns.close(model_id)])
+        return True
+
+    async def _bring_back_next(self) -> bool:
+        """Restore the state of one model; its operations after that state are then first in its queue."""
+        model_id = None if self._recovery is None else self._recovery.next_due()
+        if self._recovery is None or model_id is None:
+            return False
+        model, self._coming_back = self._models[model_id], model_id
+        await self._desk.close()  # what is being answered belongs to the past that it goes back to
+        try:
+            if model_id in self._adapters.on_worker:
+                await self._call("remove_adapter", model_id)
+            self._adapters.on_worker.add(model_id)
+            restored = await self._recovery.restore(model_id)
+        except WorkerDied:
+            raise
+        except TinsmithError as error:
+            self._coming_back = None
+            self._give_up(model_id, error)
+            await self._record_given_up()
+            return True
+        self._coming_back = None
+        if self._models.get(model_id) is not model:
+            self._adapters.free(model_id)
+        elif restored is not None:
+            model.live = True
+            self._line.put_first(model_id, *restored)
+        return True
+
+    def _try_again(self, model_id: str, error: TinsmithError) -> None:
+        """An operation that had succeeded failed when it was executed again: from the beginning, or not at all."""
+        if not self._set_back(model_id, self._turns.close(model_id), died=True):
+            self._give_up(model_id, error)
+
+    def _give_up(self, model_id: str, error: TinsmithError) -> None:
+        """A model cannot be brought back: it is lost as soon as that is recorded, and runs nothing until then."""
+        if model_id in self._models:
+            error = error if isinstance(error, ModelLost) else lost(model_id, error.message)
+            self._given_up[model_id] = error
+            self._set_back(model_id, self._turns.close(model_id))
+
+    async def _record_given_up(self) -> None:
+        given_up, self._given_up = self._given_up, {}
+        if given_up:
+            await self._tell_lost(list(given_up))
+        for model_id, error in given_up.items():
+            if model_id in self._models:
+                for entry, reason in self._lose(model_id, error):
+                    self._desk.finish(entry, reason)
+                if model_id in self._adapters.on_worker:
+                    self._adapters.free(model_id)
+
+    def _lose(self, model_id: str, error: TinsmithError) -> list[tuple[Entry, TinsmithError]]:
+        """A model is lost; returns what waited for it, to be failed."""
+        model = self._models[model_id]
+        model.live, model.error = False, error
+        waiting = [] if self._recovery is None else self._recovery.forget(model_id)
+        return [(entry, error) for entry in [*waiting, *self._line.close_model(model_id)]]
 
     # -- calls of their own ----------------------------------------------------------------------------------------
     async def _run_single(self, entry: Entry) -> None:
@@ -241,7 +396,10 @@ class TrainingLane:
         model_id = entry.ticket.model_id or ""
         try:
             await self._turns.forget_dropped()
-            outcome: OperationResult | TinsmithError = await self._execute(entry, await entry.load())
+            operation = await entry.load()
+            if entry.attempts and entry.ticket.undo is not None:
+                await entry.ticket.undo()
+            outcome: OperationResult | TinsmithError = await self._execute(entry, operation)
         except WorkerDied:
             raise
         except TinsmithError as error:
@@ -263,39 +421,27 @@ class TrainingLane:
         if _creates(operation):
             return await self._create(model_id, model, operation)
         self._composer.prefetch()
-        result: OperationResult = await self._start_call(model_id, operation)
+        if self._snapshots is not None and isinstance(operation, LoadWeights):
+            self._snapshots.hurry(model_id)  # once it is taken, nobody needs the checkpoint any more
+        result: OperationResult = await start_call(self._call, model_id, operation)
         return result
 
     async def _create(self, model_id: str, model: _Model, operation: CreateModel | LoadWeights) -> OperationResult:
         if model.live:
             raise InvalidRequest(f"model {model_id!r} exists already", field="model_id")
-        if len(self._adapters) >= self._max_adapters:
+        coming = 0 if self._recovery is None else self._recovery.waiting
+        if len(self._adapters.on_worker) + coming >= self._max_adapters:
             raise InvalidRequest(
                 f"this base model already trains {self._max_adapters} models, its limit",
                 hint="finish a session that is no longer needed, or ask the operator to raise max_adapters",
                 code="adapter_limit",
             )
-        if isinstance(operation, CreateModel):
-            await self._call("create_adapter", model_id, operation.lora, operation.optimizer)
-            result: OperationResult = None
-        else:
-            result = await self._call(
-                "load_checkpoint", model_id, operation.folder, operation.with_optimizer, True, operation.optimizer
-            )
-        self._adapters.add(model_id)
+        result = await create_adapter(self._call, model_id, operation)
+        self._adapters.on_worker.add(model_id)
         model.live = True
+        if self._snapshots is not None and isinstance(operation, LoadWeights):
+            self._snapshots.hurry(model_id)
         return result
-
-    def _start_call(self, model_id: str, operation: Operation) -> Awaitable[Any]:
-        match operation:
-            case ZeroGrad():
-                return self._call("optimizer_zero_grad", model_id)
-            case SaveWeights():
-                return self._call("save_checkpoint", model_id, operation.folder, operation.with_optimizer)
-            case LoadWeights():
-                return self._call("load_checkpoint", model_id, operation.folder, operation.with_optimizer, False)
-            case _:
-                raise EngineFailure(f"a model has no operation {type(operation).__name__}")
 
     def _note_failure(self, entry: Entry, error: TinsmithError) -> TinsmithError:
         """A failed operation leaves its model usable, unless it was the one to create it."""
@@ -318,47 +464,27 @@ class TrainingLane:
         model_id = entry.ticket.model_id or ""
         model = self._models.get(model_id)
         entry.running = False
+        entry.attempts += 1
         if model is None:
             return [(entry, gone())]
         if model.error is not None:
             return [(entry, model.error)]
-        entry.attempts += 1
+        if self._recovery is not None and self._back(model_id):
+            if entry.attempts <= MAX_DEATHS:
+                entry.unload()
+                self._recovery.wait(model_id, entry)
+                return []
+            error = WorkerDied(
+                "the worker died each time that it executed this operation",
+                hint="it may need more memory than there is: send fewer or shorter datums at a time",
+            )
+            return [(entry, error)]
         if entry.attempts <= MAX_RERUNS:
             self._again.append(entry)
             return []
         error = WorkerDied("the worker died each time that it created this model")
         return [(entry, self._note_failure(entry, error))]
 
-    async def _remove_due(self) -> bool:
-        """Free adapters of closed models. A failed removal is tried again later: the slot must not leak."""
-        now, removed = self._clock(), False
-        due = [removal for removal in self._removals if removal.not_before <= now]
-        if due:
-            await self._turns.forget_dropped()
-        for removal in due:
-            try:
-                await self._call("remove_adapter", removal.model_id)
-            except WorkerDied:
-                raise
-            except TinsmithError as error:
-                removal.attempts += 1
-                removal.not_before = now + min(2.0**removal.attempts, _LONGEST_REMOVAL_PAUSE)
-                _log.warning("adapter %s cannot be freed yet: %s", removal.model_id, error.message)
-                continue
-            self._removals.remove(removal)
-            self._adapters.discard(removal.model_id)
-            self._composer.parked.freed()
-            removed = True
-        return removed
-
 
 def _creates(operation: Operation) -> TypeGuard[CreateModel | LoadWeights]:
     return isinstance(operation, CreateModel) or (isinstance(operation, LoadWeights) and operation.create)
-
-
-def _model_lost(model_id: str) -> ModelLost:
-    return ModelLost(
-        f"the live state of model {model_id!r} was lost when its worker process ended",
-        field="model_id",
-        hint="resume from its last checkpoint with create_training_client_from_state_with_optimizer",
-    )

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied, is_adapters_busy
+from schemas.fail_points import fail_point
 from schemas.operations import (
     MicroBatch,
     MicroBatchResult,
@@ -42,6 +43,7 @@ class TurnRunner:
         is_open: whether anybody still wants results of a model.
         expects_company: whether models other than these are likely to send something within milliseconds.
         finish: answers an entry.
+        distrust: told of models of which nobody knows how far a call came, once their operations are answered.
         clock: monotonic seconds.
     """
 
@@ -55,6 +57,7 @@ class TurnRunner:
         is_open: Callable[[str], bool],
         expects_company: Callable[[set[str]], bool],
         finish: Callable[[Entry, OperationResult | TinsmithError], None],
+        distrust: Callable[[set[str]], None],
         clock: Callable[[], float],
     ) -> None:
         self._call = call
@@ -64,6 +67,7 @@ class TurnRunner:
         self._is_open = is_open
         self._expects_company = expects_company
         self._finish = finish
+        self._distrust = distrust
         self._clock = clock
         self._turn: Turn | None = None
         """The one that is composed or runs."""
@@ -89,6 +93,7 @@ class TurnRunner:
         if not turn.empty or micro.dropped:
             self._composer.prefetch()
             began = self._clock()
+            fail_point("turn.before_call")
             try:
                 result: MicroBatchResult = await self._call("run_micro_batch", micro)
             except WorkerDied:
@@ -96,6 +101,7 @@ class TurnRunner:
             except TinsmithError as error:
                 self._fail(turn, error)
             else:
+                fail_point("turn.after_call")
                 unused = self._settle(turn, result.outcomes)
                 self._measure(turn, result.stats, began, unused)
         self._turn = None
@@ -215,6 +221,7 @@ class TurnRunner:
         self._composer.parked.freed()
         for entry in turn.entries():
             self._finish(entry, error)
+        self._distrust(turn.models())
 
     def _measure(self, turn: Turn, stats: PassStats, began: float, unused: int) -> None:
         now, tokens = self._clock(), turn.tokens - unused

@@ -65,6 +65,8 @@ class Turn:
         self.budget = budget
         self.tokens = 0
         self.sent = False
+        self.closed = False
+        """Whether what is in it is to run alone."""
         self.batches: dict[OpenBatch, int] = {}
         """With the first datum of each that is in this turn; in the order in which they began."""
         self.steps: dict[str, tuple[Entry, OptimStep]] = {}
@@ -186,13 +188,23 @@ class Composer:
         self.parked = Parked()
 
     async def fill(self, turn: Turn) -> Entry | None:
-        """Put in what fits, who is next first. Returns an operation that must be a call of its own, if that is next."""
+        """Put in what fits, who is next first. Returns an operation that must be a call of its own, if that is next.
+
+        What was under way when the worker died gets a turn of its own: should it die again, it is known over what.
+        """
         if turn.empty and not self.under_way:
             self.parked.freed()
         passed = set(turn.steps)
-        while (model_id := next((one for one in self._line.order() if self._may_run(one, passed)), None)) is not None:
+        while (
+            not turn.closed
+            and (model_id := next((one for one in self._line.order() if self._may_run(one, passed)), None)) is not None
+        ):
             batch = self.under_way.get(model_id)
             if batch is not None:
+                if batch.entry.attempts and not turn.empty:
+                    passed.add(model_id)
+                    continue
+                turn.closed = batch.entry.attempts > 0
                 if not self._deal(turn, batch):
                     passed.add(model_id)
                 continue
@@ -203,6 +215,10 @@ class Composer:
             if head is None:
                 continue
             entry, operation = head
+            if entry.attempts and not turn.empty:
+                passed.add(model_id)
+                continue
+            turn.closed = entry.attempts > 0
             if isinstance(operation, TrainBatch):
                 if not self._begin(turn, model_id, entry, operation):
                     passed.add(model_id)

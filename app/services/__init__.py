@@ -25,8 +25,10 @@ from app.services.doors.openai import OpenAIDoor
 from app.services.doors.runs import DoorRun
 from app.services.exports import Exports
 from app.services.futures import Futures
+from app.services.history import ModelHistory
 from app.services.housekeeping import Housekeeping
 from app.services.operations import Operations
+from app.services.recovery import Recovery
 from app.services.runs import Runs
 from app.services.sampling import Sampling
 from app.services.signed_urls import SignedUrls, load_secret
@@ -39,8 +41,10 @@ from app.services.weights import Weights
 from store.artifacts import Artifacts
 from store.bodies import Bodies
 from store.database import Store
+from store.snapshot_files import SnapshotFiles
 from workers.group import WorkerGroup
 from workers.runtime import ModelRuntime
+from workers.snapshots import SnapshotPolicy
 
 GroupFactory = Callable[[str, str | None], WorkerGroup]
 """(served name, source) -> a group that is not started. source None = the built-in default model."""
@@ -83,6 +87,17 @@ class ServiceSettings(Protocol):
     @property
     def restart_limit(self) -> int: ...
     @property
+    def snapshot_operations(self) -> int: ...
+    @property
+    def snapshot_seconds(self) -> float: ...
+    @property
+    def snapshot_mib(self) -> int: ...
+    @property
+    def snapshot_share(self) -> float:
+        """Part of the time, 0 to 1."""
+        ...
+
+    @property
     def gap_timeout(self) -> float: ...
     @property
     def poll_hold(self) -> float: ...
@@ -120,6 +135,7 @@ class Services:
     exports: Exports
     copies: Copies
     housekeeping: Housekeeping
+    recovery: Recovery
     audit: Audit
     usage: Usage
     traces: Traces
@@ -130,7 +146,7 @@ class Services:
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
-        await self.housekeeping.recover()
+        await self.recovery.run()
         await self.models.start()
         await self.housekeeping.start()
 
@@ -189,6 +205,8 @@ def build_services(
         wake=wake,
     )
 
+    history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock)
+
     async def models_lost(model_ids: Sequence[str]) -> None:
         await runs.mark_lost(model_ids)
 
@@ -205,6 +223,13 @@ def build_services(
             turn_timeout=settings.turn_timeout or None,
             restart_limit=settings.restart_limit,
             on_models_lost=on_models_lost,
+            history=history,
+            snapshots=SnapshotPolicy(
+                operations=settings.snapshot_operations,
+                seconds=settings.snapshot_seconds,
+                size_bytes=settings.snapshot_mib << 20,
+                share=settings.snapshot_share,
+            ),
         )
 
     models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
@@ -242,18 +267,29 @@ def build_services(
     housekeeping = Housekeeping(
         store=store,
         bodies=bodies,
-        artifacts=artifacts,
         operations=operations,
         futures=futures,
         runs=runs,
-        sampling=sampling,
         saved=checkpoints,
         stability=stability,
+        history=history,
         interval=settings.sweep_interval,
         session_timeout=settings.session_timeout,
         keep_delivered=settings.keep_delivered,
         keep_undelivered=settings.keep_undelivered,
         clock=clock,
+    )
+    recovery = Recovery(
+        store=store,
+        bodies=bodies,
+        artifacts=artifacts,
+        models=models,
+        operations=operations,
+        runs=runs,
+        training=training,
+        weights=weights,
+        sampling=sampling,
+        history=history,
     )
     door_models = DoorModels(models, sampling, checkpoints)
 
@@ -277,6 +313,7 @@ def build_services(
         exports=Exports(checkpoints, signed, artifacts.path),
         copies=Copies(store, checkpoints, new_id=new_id, clock=clock),
         housekeeping=housekeeping,
+        recovery=recovery,
         audit=Audit(store, clock),
         usage=Usage(store, clock),
         traces=Traces(store, signed, housekeeping.write_activity, clock),

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from pyrage import RecipientError, encrypt_io, ssh, x25519
 
-from schemas.errors import InvalidRequest
+from schemas.errors import EngineFailure, InvalidRequest
 from store.files import fsync_file, fsync_folder
 
 SUFFIX = ".age"
@@ -41,8 +41,19 @@ def encrypt_folder(folder: Path, names: Sequence[str], recipients: Sequence[Reci
         The size of the encrypted files in bytes.
 
     Raises:
-        OSError: a file cannot be read or written.
+        EngineFailure: a file cannot be read or written.
     """
+    try:
+        return _encrypt(folder, names, recipients)
+    except OSError as error:
+        raise EngineFailure(
+            f"the export could not be encrypted: {error.strerror or 'input/output error'}",
+            hint="export again when the server's disk takes it",
+            code="checkpoint_not_written",
+        ) from error
+
+
+def _encrypt(folder: Path, names: Sequence[str], recipients: Sequence[Recipient]) -> int:
     for name in names:
         if not (folder / name).exists():
             continue

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.services.operations import Rows
 from app.services.paths import CheckpointPath, parse_path
 from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NotFound
+from schemas.fail_points import fail_point
 from schemas.operations import SavedAdapter
 from store import checkpoints
 from store.artifacts import Artifacts
@@ -194,6 +195,7 @@ class Checkpoints:
         folder = await self._store.write(
             lambda db: checkpoints.delete_checkpoint(db, checkpoint_id, reason=reason, by=by, now=now)
         )
+        fail_point("checkpoint.forgotten")
         if folder is not None:
             await self.remove_folder(folder)
 

@@ -6,6 +6,8 @@ Responsible for the way from a checkpoint to addresses and back to files. Not re
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,8 +17,11 @@ from app.services.age_encryption import SUFFIX
 from app.services.checkpoints import Checkpoints
 from app.services.paths import CheckpointPath
 from app.services.signed_urls import SignedUrls
-from schemas.errors import InvalidRequest, NotFound
+from engines.checkpoint_files import folder_problems
+from schemas.errors import EngineFailure, InvalidRequest, NotFound
 from store.records import CheckpointRecord
+
+logger = logging.getLogger(__name__)
 
 EXPORTED_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What a PEFT adapter is made of. Other files of a checkpoint folder are the server's own."""
@@ -66,7 +71,12 @@ class Exports:
         return self._signed.sign(record.checkpoint_id, ARCHIVE, expires), expires
 
     async def download(self, checkpoint_id: str, name: str, expires: int, signature: str) -> Download:
-        """What is behind a signed address. Raises `NotFound` for any other address, and once the files are deleted."""
+        """What is behind a signed address; files are read once before, and must have their checksums.
+
+        Raises:
+            NotFound: any other address, or the files are deleted.
+            EngineFailure: the files are damaged.
+        """
         self._signed.check(checkpoint_id, name, expires, signature)
         record = await self._checkpoints.by_id(checkpoint_id)
         if record is None or name not in (*files_of(record), ARCHIVE):
@@ -76,6 +86,17 @@ class Exports:
         files = {each: folder / each for each in names}
         if not all(path.is_file() for path in files.values()):
             raise NotFound("these files are gone from the server's disk")
+        # What is encrypted carries a seal of its own, which only its recipient can check.
+        problems = [] if record.encrypted else await asyncio.to_thread(folder_problems, folder, names)
+        if problems and await self._checkpoints.by_id(checkpoint_id) is None:
+            raise NotFound("these files were deleted")
+        if problems:
+            logger.error("checkpoint %s is damaged: %s", checkpoint_id, "; ".join(problems))
+            raise EngineFailure(
+                f"the checkpoint is damaged on the server's disk: {problems[0]}",
+                hint="save it again, or ask the operator to restore it from a backup",
+                code="damaged_checkpoint",
+            )
         return Download(files, name == ARCHIVE, record.created_at)
 
 

@@ -1,13 +1,14 @@
-"""What happens by itself: recovery at start-up, expiry, and the batched bookkeeping of activity.
+"""What happens by itself: expiry, and the batched bookkeeping of activity.
 
-Responsible for one sweeper task and for what an earlier process left behind. Not responsible for the rules of what
-expires when (the settings) or for the rows themselves (`store`).
+Responsible for one sweeper task. Not responsible for the rules of what expires when (the settings), for the rows
+themselves (`store`), or for what an earlier process left (`recovery.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 
@@ -15,20 +16,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.checkpoints import Checkpoints
 from app.services.futures import Futures
+from app.services.history import ModelHistory
 from app.services.operations import Operations
 from app.services.runs import Runs
-from app.services.sample_results import KIND as SAMPLE
-from app.services.sampling import Sampling
 from app.services.stability import Stability
-from schemas.errors import ModelLost
-from store import checkpoints, sessions
 from store import operations as log
-from store import runs as run_rows
-from store.artifacts import Artifacts
+from store import sessions
 from store.bodies import Bodies
 from store.database import Store
 
 logger = logging.getLogger(__name__)
+
+JUMP_SECONDS = 60.0
+"""What the clock may gain or lose between two sweeps: more than any correction that is not a jump."""
 
 
 class Housekeeping:
@@ -39,6 +39,7 @@ class Housekeeping:
         session_timeout: seconds of silence after which a session ends.
         keep_delivered, keep_undelivered: seconds that results are kept.
         clock: the time, aware UTC.
+        monotonic: seconds of a clock that nobody sets.
     """
 
     def __init__(
@@ -46,58 +47,43 @@ class Housekeeping:
         *,
         store: Store,
         bodies: Bodies,
-        artifacts: Artifacts,
         operations: Operations,
         futures: Futures,
         runs: Runs,
-        sampling: Sampling,
         saved: Checkpoints,
         stability: Stability,
+        history: ModelHistory,
         interval: float,
         session_timeout: float,
         keep_delivered: float,
         keep_undelivered: float,
         clock: Callable[[], datetime],
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._bodies = bodies
-        self._artifacts = artifacts
         self._operations = operations
         self._futures = futures
         self._runs = runs
-        self._sampling = sampling
         self._saved = saved
         self._stability = stability
+        self._history = history
         self._interval = interval
         self._session_timeout = timedelta(seconds=session_timeout)
         self._keep_delivered = timedelta(seconds=keep_delivered)
         self._keep_undelivered = timedelta(seconds=keep_undelivered)
         self._clock = clock
         self._seen: dict[str, datetime] = {}
+        self._monotonic = monotonic
         self._started = clock()
+        """Since when signs of life can be believed: the start, or the last jump of the clock."""
+        self._jumped: datetime | None = None
+        self._last = (self._started, monotonic())
         self._task: asyncio.Task[None] | None = None
 
     def touch(self, session_id: str) -> None:
         """Note a sign of life of a session; written with the next sweep. Sessions that are over stay over."""
         self._seen[session_id] = self._clock()
-
-    async def recover(self) -> None:
-        """Settle what an earlier process left: its live runs are lost, its unfinished samples run again."""
-        models = await self._store.write(run_rows.mark_live_runs_lost)
-        unfinished = await self._store.read(log.unfinished)
-        for record in unfinished:
-            if record.kind == SAMPLE:
-                await self._sampling.resubmit(record)
-        orphans = [record.request_id for record in unfinished if record.kind != SAMPLE]
-        await self._operations.fail_now(orphans, _left_behind())
-        await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders))
-        await self._bodies.sweep(await self._store.read(log.body_names))
-        if models or unfinished:
-            logger.warning(
-                "an earlier process left %d live training runs, which are lost, and %d unfinished operations",
-                len(models),
-                len(unfinished),
-            )
 
     async def start(self) -> None:
         """Begin to sweep; returns at once."""
@@ -119,6 +105,7 @@ class Housekeeping:
             self._expire_results,
             self._saved.sweep_expired,
             self._stability.sweep,
+            self._history.sweep,
         ]
         for duty in duties:
             try:
@@ -129,7 +116,21 @@ class Housekeeping:
     async def _loop(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
+            self.notice_clock()
             await self.sweep()
+
+    def notice_clock(self) -> None:
+        """Look whether the clock was set, or stood still with a sleeping machine, since the last look.
+
+        How long a client was silent, and for how long it could have fetched a result, is not known then: both periods
+        begin anew.
+        """
+        (time_before, seconds_before), (now, seconds) = self._last, (self._clock(), self._monotonic())
+        self._last = (now, seconds)
+        jump = (now - time_before).total_seconds() - (seconds - seconds_before)
+        if abs(jump) > JUMP_SECONDS:
+            logger.warning("the clock jumped by %.0f s; nothing expires for it", jump)
+            self._started = self._jumped = now
 
     async def write_activity(self) -> None:
         """Write signs of life and deliveries that are known in memory only."""
@@ -151,7 +152,7 @@ class Housekeeping:
     async def _expire_sessions(self) -> None:
         now = self._clock()
         if now - self._started < self._session_timeout:
-            return  # clients could not send signs of life while the server was down
+            return  # clients could not send signs of life while the server was down, or the clock was another one
         silent = await self._store.read(lambda db: sessions.silent_sessions(db, now - self._session_timeout))
         for session in silent:
             if session.session_id not in self._seen:
@@ -164,15 +165,10 @@ class Housekeeping:
 
     async def _expire_results(self) -> None:
         now = self._clock()
+        if self._jumped is not None and now - self._jumped < self._keep_delivered:
+            return
         refs = await self._store.write(
             lambda db: log.expire_results(db, now - self._keep_delivered, now - self._keep_undelivered)
         )
         if refs:
             await self._bodies.delete(refs)
-
-
-def _left_behind() -> ModelLost:
-    return ModelLost(
-        "the server was restarted before this request was executed, and the live weights of its model are lost",
-        hint="create a new training client from the last saved state",
-    )

@@ -12,18 +12,21 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
 from app.services.paths import is_direct, session_of
 from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError, Unavailable
+from schemas.fail_points import fail_point
 from schemas.http.base import MAX_INT64
 from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SampleDelta, SaveWeights
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
-from store.records import Body, NewOperation, OperationRecord
+from store.records import Body, BodyRef, NewOperation, OperationRecord
+from store.snapshots import CHANGING
 from store.usage import TokenKind, add_tokens
 from workers.runtime import ModelRuntime, QueueState, Ticket
 
@@ -119,7 +122,7 @@ class Operations:
         self._unsettled: dict[str, tuple[OperationRecord, Submission, OperationResult | TinsmithError]] = {}
 
     def stopping(self) -> None:
-        """The server is about to stop: samples that are not done stay in the log and run again after the restart."""
+        """The server is about to stop: what is not done stays in the log and runs after the restart."""
         self._stopping = True
 
     async def accept(self, submission: Submission) -> OperationRecord:
@@ -136,6 +139,7 @@ class Operations:
     async def _accept(self, submission: Submission) -> OperationRecord:
         request_id = self._new_id()
         body = await self._bodies.put(request_id, "request", submission.body)
+        fail_point("accept.before_row")
 
         async def append(db: AsyncSession) -> tuple[OperationRecord, bool]:
             seq_id = submission.seq_id
@@ -176,11 +180,12 @@ class Operations:
         if not created:
             await self._bodies.delete([body])
             return record
+        fail_point("accept.after_row")
         self.dispatch(record, submission)
         return record
 
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:
-        """Hand a logged operation to its runtime (also used for unfinished samples of an earlier process)."""
+        """Hand a logged operation to its runtime (also used for what an earlier process did not finish)."""
         self._live[record.request_id] = (submission.runtime, record.scope)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
@@ -210,9 +215,26 @@ class Operations:
                 done=done,
                 started=started,
                 is_step=record.kind == "optim_step",
+                changes=record.kind in CHANGING,
+                size=record.body.size if isinstance(record.body, BodyRef) else len(record.body),
+                undo=submission.cleanup,
                 progress=submission.progress,
             )
         )
+
+    async def read_logged(self, project_id: str, request_id: str) -> Operation:
+        """An operation of the log, to be executed again. Raises `EngineFailure` if it cannot be read back."""
+        record = await self._store.read(lambda db: log.get_operation(db, project_id, request_id))
+        if record is None:
+            raise unreadable()
+        return with_folder(await self._read_back(record), self._folder_path)
+
+    def waiting_to_settle(self) -> dict[str, TinsmithError | None]:
+        """Outcomes that the store could not take yet, by request id: the error, or None for a success."""
+        return {
+            request_id: outcome if isinstance(outcome, TinsmithError) else None
+            for request_id, (_, _, outcome) in self._unsettled.items()
+        }
 
     async def _read_back(self, record: OperationRecord) -> Operation:
         try:
@@ -269,7 +291,7 @@ class Operations:
         self, record: OperationRecord, submission: Submission, outcome: OperationResult | TinsmithError
     ) -> None:
         request_id = record.request_id
-        if self._stopping and submission.model_id is None and isinstance(outcome, Unavailable):
+        if self._stopping and isinstance(outcome, Unavailable):
             return
         try:
             error = (
@@ -305,7 +327,9 @@ class Operations:
         try:
             finished = await asyncio.to_thread(_finished, submission, record, outcome)
             stored = await self._bodies.put(request_id, "result", finished.data)
+            fail_point("result.before_row")
             await self._store.write(self._finish_rows(request_id, submission, finished, stored))
+            fail_point("result.after_row")
         except Unavailable:
             await self._bodies.delete([stored])
             raise
@@ -354,6 +378,33 @@ class Operations:
             logger.exception("the failure of %s (%s) could not be written", request_id, submission.kind)
             return False
         return True
+
+
+def resumed(
+    record: OperationRecord,
+    runtime: ModelRuntime,
+    model_id: str | None,
+    finish: Callable[[OperationResult], Finished],
+    **more: Any,
+) -> Submission:
+    """An accepted operation of an earlier process, as it was submitted there; `more` are further fields."""
+
+    async def guard(db: AsyncSession) -> None:
+        """Nothing to check: the operation is in the log already."""
+
+    return Submission(
+        project_id=record.project_id,
+        kind=record.kind,
+        scope=record.scope,
+        seq_id=record.seq_id,
+        digest=record.digest,
+        body=b"",
+        runtime=runtime,
+        model_id=model_id,
+        guard=guard,
+        finish=finish,
+        **more,
+    )
 
 
 def _session(scope: str) -> str:

@@ -26,7 +26,7 @@ from app.codec import (
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.limits import check_sample
-from app.services.operations import Finished, Operations, Submission, unreadable
+from app.services.operations import Finished, Operations, Submission, resumed, unreadable
 from app.services.paths import direct_scope, is_direct, sampler_id_of, sequence_id_of
 from app.services.runs import require_active, sampler_scope
 from app.services.sample_results import KIND, sample_encoder
@@ -325,24 +325,8 @@ class Sampling:
             await self._operations.fail_now([record.request_id], error)
             return
         sparse = bool(decode_context(KIND, body).get("sparse_targets"))
-
-        async def guard(db: AsyncSession) -> None:
-            """Nothing to check: the operation is in the log already."""
-
-        submission = Submission(
-            project_id=record.project_id,
-            kind=KIND,
-            scope=record.scope,
-            seq_id=record.seq_id,
-            digest=record.digest,
-            body=body,
-            runtime=runtime,
-            model_id=None,
-            guard=guard,
-            finish=sample_encoder(operation, sparse),
-            also=self._stability.recorder(sampler.base_model, operation),
-        )
-        self._operations.dispatch(record, submission)
+        also = self._stability.recorder(sampler.base_model, operation)
+        self._operations.dispatch(record, resumed(record, runtime, None, sample_encoder(operation, sparse), also=also))
 
     async def _read_back(self, record: OperationRecord) -> tuple[bytes, Sample]:
         """A stored sample. Whatever is wrong is a `TinsmithError`: it must not keep the server from starting."""

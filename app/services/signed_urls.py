@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -16,22 +15,23 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from schemas.errors import NotFound
+from store.files import read_private, replace_private
 
+SECRET_BYTES = 32
 LIFETIME = timedelta(hours=1)
 """How long an address works. Clients ask for new ones when less than five minutes are left."""
 
 
 def load_secret(file: Path) -> bytes:
-    """The server's signing secret (32 bytes), made on first use with mode 0600."""
-    if not file.exists():
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as handle:
-            handle.write(secrets.token_bytes(32))
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.rename(file)
-    return file.read_bytes()
+    """The server's signing secret (32 bytes), made on first use with mode 0600.
+
+    A file of another length, which only a damaged disk leaves, is replaced: what was signed with it ends.
+    """
+    secret = read_private(file)
+    if secret is None or len(secret) != SECRET_BYTES:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        replace_private(file, secret)
+    return secret
 
 
 class SignedUrls:

@@ -26,7 +26,7 @@ from app.codec import (
 from app.services.base_models import BaseModels
 from app.services.custom_losses import CustomLosses
 from app.services.limits import check_batch
-from app.services.operations import Finished, Operations, Rows, Submission
+from app.services.operations import Finished, Operations, Rows, Submission, resumed
 from app.services.paths import model_id_of
 from app.services.provenance import with_recorded
 from app.services.runs import Runs, model_scope, optimizer_of, require_active
@@ -49,7 +49,8 @@ from schemas.responses import CreateModelResult, UnloadModelResult
 from store import runs as run_rows
 from store import sessions
 from store.database import Store
-from store.records import OperationRecord
+from store.records import OperationRecord, RunRecord, RunState
+from workers.runtime import ModelRuntime
 
 DECODERS = 1
 """Training batches that are decoded at once. Decoding holds the interpreter most of the time: more of it at once would
@@ -116,12 +117,6 @@ class Training:
                 now=self._clock(),
             )
 
-        async def ready(db: AsyncSession) -> None:
-            await run_rows.set_run_state(db, model_id, "ready")
-
-        async def failed(db: AsyncSession) -> None:
-            await run_rows.set_run_state(db, model_id, "failed")
-
         record = await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -134,11 +129,22 @@ class Training:
                 model_id=model_id,
                 creates=True,
                 guard=guard,
-                finish=lambda _: json_result("create_model", CreateModelResult(model_id=model_id), ready),
-                failed=failed,
+                finish=_created(model_id),
+                failed=state_rows(model_id, "failed"),
             )
         )
         return record, model_id
+
+    def resume(self, record: OperationRecord, run: RunRecord) -> Submission:
+        """A training request that an earlier process accepted and did not finish, as it was submitted there."""
+        runtime, model_id = self._runs.runtime(run), run.model_id
+        if record.kind == "create_model":
+            failed = state_rows(model_id, "failed")
+            return resumed(record, runtime, model_id, _created(model_id), creates=True, failed=failed)
+        if record.kind == "unload_model":
+            settled = _closing(runtime, model_id)
+            return resumed(record, runtime, model_id, _unloaded(model_id), last=True, settled=settled)
+        return resumed(record, runtime, model_id, encoded_result(record.kind))
 
     async def forward_backward(
         self, project_id: str, body: bytes, content_type: str, limits: CodecLimits, *, forward: bool
@@ -201,11 +207,6 @@ class Training:
         """
         run = await self._runs.owned(project_id, request.model_id)
         model_id, runtime = run.model_id, self._runs.runtime(run)
-
-        async def closed(db: AsyncSession) -> None:
-            await run_rows.set_run_state(db, model_id, "closed")
-
-        result = UnloadModelResult(model_id=model_id)
         return await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -217,9 +218,9 @@ class Training:
                 runtime=runtime,
                 model_id=model_id,
                 guard=self._runs.guard(project_id, model_id),
-                finish=lambda _: json_result("unload_model", result, closed),
+                finish=_unloaded(model_id),
                 last=True,
-                settled=lambda: runtime.close_model(model_id),
+                settled=_closing(runtime, model_id),
             )
         )
 
@@ -256,6 +257,27 @@ class Training:
         session = await self._store.read(lambda db: sessions.get_session(db, project_id, session_id))
         if session is None:
             await self._store.read(lambda db: require_active(db, project_id, session_id))
+
+
+def state_rows(model_id: str, state: RunState) -> Rows:
+    """The change of a run's state, for the transaction of an operation."""
+
+    async def rows(db: AsyncSession) -> None:
+        await run_rows.set_run_state(db, model_id, state)
+
+    return rows
+
+
+def _created(model_id: str) -> Callable[[OperationResult], Finished]:
+    return lambda _: json_result("create_model", CreateModelResult(model_id=model_id), state_rows(model_id, "ready"))
+
+
+def _unloaded(model_id: str) -> Callable[[OperationResult], Finished]:
+    return lambda _: json_result("unload_model", UnloadModelResult(model_id=model_id), state_rows(model_id, "closed"))
+
+
+def _closing(runtime: ModelRuntime, model_id: str) -> Callable[[], None]:
+    return lambda: runtime.close_model(model_id)
 
 
 def _check_optimizer(request: OptimStepRequest, operation: OptimStep, optimizer: OptimizerType) -> None:

@@ -7,23 +7,23 @@ checkpoint rows (`checkpoints.py`), for the log (`operations.py`) or for what is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.codec import encode_operation
+from app.codec import decode_context, decode_operation, encode_operation
 from app.services.access import readers
 from app.services.age_encryption import encrypt_folder, parse_recipients
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, NewCheckpoint, refuse_export
 from app.services.exports import EXPORTED_FILES
-from app.services.operations import Finished, Operations, Rows, Submission
+from app.services.operations import Finished, Operations, Rows, Submission, resumed
 from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
 from app.services.runs import Runs, model_scope, optimizer_of, optimizer_type, require_active
-from app.services.training import creation_scope, json_result, request_digest
+from app.services.training import creation_scope, json_result, request_digest, state_rows
 from schemas.errors import EngineFailure, InvalidRequest
-from schemas.http.base import RequestModel
 from schemas.operations import LoadWeights, OperationResult, OptimizerType, SavedAdapter, SaveWeights
 from schemas.requests import (
     LoadWeightsRequest,
@@ -43,6 +43,16 @@ from store.checkpoints import set_checkpoint_expiry
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord
 from store.slots import move_slot
+
+SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """What becomes of a saved folder: see `Submission.finish` and `Submission.also`."""
+
+    finish: Callable[[OperationResult], Finished]
+    also: Callable[[OperationRecord, OperationResult], Rows] | None = None
 
 
 class Weights:
@@ -73,13 +83,16 @@ class Weights:
         """
         run = await self._runs.owned(project_id, request.model_id)
         new = self._new(run, "training", request.path, request)
+        return await self._accept_save("save_weights", run, request, new, self._training_saved(run, request, new))
+
+    def _training_saved(self, run: RunRecord, request: SaveWeightsRequest, new: NewCheckpoint) -> _Saving:
         path = CheckpointPath(run.model_id, "training", request.path)
 
         def finish(outcome: OperationResult) -> Finished:
             rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=True)
             return json_result("save_weights", SaveWeightsResult(path=str(path)), rows)
 
-        return await self._accept_save(project_id, "save_weights", run, request, request.seq_id, new, finish)
+        return _Saving(finish)
 
     async def save_for_sampler(self, project_id: str, request: SaveWeightsForSamplerRequest) -> OperationRecord:
         """Accept the saving of weights for sampling, named or ephemeral.
@@ -90,6 +103,10 @@ class Weights:
         """
         run = await self._runs.owned(project_id, request.model_id)
         new = self._new(run, "sampler", request.path, request)
+        saving = self._sampler_saved(run, request, new)
+        return await self._accept_save("save_weights_for_sampler", run, request, new, saving)
+
+    def _sampler_saved(self, run: RunRecord, request: SaveWeightsForSamplerRequest, new: NewCheckpoint) -> _Saving:
         inflight = request.kind == "inflight"
 
         def finish_named(outcome: OperationResult) -> Finished:
@@ -104,13 +121,13 @@ class Weights:
 
             async def rows(db: AsyncSession) -> None:
                 await record(db)
-                session = await sessions.get_session(db, project_id, run.session_id)
+                session = await sessions.get_session(db, run.project_id, run.session_id)
                 if session is None or session.state != "active":  # it ended meanwhile, and its weights with it
                     await set_checkpoint_expiry(db, new.checkpoint_id, self._clock())
                 await samplers.create_sampler(
                     db,
                     sampler_id=sampler_id,
-                    project_id=project_id,
+                    project_id=run.project_id,
                     session_id=run.session_id,
                     seq_id=seq_id,
                     base_model=run.base_model,
@@ -130,10 +147,7 @@ class Weights:
             return rows
 
         finish = finish_ephemeral if request.path is None else finish_named
-        also = move if inflight else None
-        return await self._accept_save(
-            project_id, "save_weights_for_sampler", run, request, request.seq_id, new, finish, also
-        )
+        return _Saving(finish, move if inflight else None)
 
     async def save_external(self, project_id: str, request: SaveWeightsExternalRequest) -> OperationRecord:
         """Accept an export of the adapter for other programs, encrypted if there are recipients.
@@ -146,6 +160,11 @@ class Weights:
         run = await self._runs.owned(project_id, request.model_id)
         recipients = parse_recipients(request.age_encryption_recipients or ())
         new = replace(self._new(run, "external", request.path, request), encrypted=bool(recipients))
+        saving = self._export_saved(run, request, new)
+        return await self._accept_save("save_weights_external", run, request, new, saving)
+
+    def _export_saved(self, run: RunRecord, request: SaveWeightsExternalRequest, new: NewCheckpoint) -> _Saving:
+        recipients = parse_recipients(request.age_encryption_recipients or ())
         path = CheckpointPath(run.model_id, "external", request.path)
 
         def finish(outcome: OperationResult) -> Finished:
@@ -157,14 +176,14 @@ class Weights:
             result = SaveWeightsExternalResult(path=str(path), size_bytes=saved.size_bytes)
             return json_result("save_weights_external", result, rows)
 
-        return await self._accept_save(project_id, "save_weights_external", run, request, request.seq_id, new, finish)
+        return _Saving(finish)
 
     def _new(
         self,
         run: RunRecord,
         kind: CheckpointKind,
         name: str | None,
-        request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+        request: SaveRequest,
     ) -> NewCheckpoint:
         checkpoint_id, folder = self._checkpoints.draw_folder()
         return NewCheckpoint(
@@ -182,17 +201,12 @@ class Weights:
         )
 
     async def _accept_save(
-        self,
-        project_id: str,
-        kind: str,
-        run: RunRecord,
-        request: RequestModel,
-        seq_id: int | None,
-        new: NewCheckpoint,
-        finish: Callable[[OperationResult], Finished],
-        also: Callable[[OperationRecord, OperationResult], Rows] | None = None,
+        self, kind: str, run: RunRecord, request: SaveRequest, new: NewCheckpoint, saving: _Saving
     ) -> OperationRecord:
-        run_guard = self._runs.guard(project_id, run.model_id)
+        run_guard = self._runs.guard(run.project_id, run.model_id)
+        # What finishing needs if another process has to do it.
+        context = {"request": request.model_dump_json(exclude_none=True), "checkpoint_id": new.checkpoint_id}
+        operation = SaveWeights(folder=new.folder, with_optimizer=new.kind == "training")
 
         async def guard(db: AsyncSession) -> None:
             await run_guard(db)
@@ -200,20 +214,55 @@ class Weights:
 
         return await self._operations.accept(
             Submission(
-                project_id=project_id,
+                project_id=run.project_id,
                 kind=kind,
                 scope=model_scope(run.model_id),
-                seq_id=seq_id,
+                seq_id=request.seq_id,
                 digest=request_digest(request),
-                body=encode_operation(kind, SaveWeights(folder=new.folder, with_optimizer=new.kind == "training")),
+                body=encode_operation(kind, operation, context),
                 runtime=self._runs.runtime(run),
                 model_id=run.model_id,
                 guard=guard,
-                finish=finish,
+                finish=saving.finish,
                 cleanup=lambda: self._checkpoints.remove_folder(new.folder),
-                also=also,
+                also=saving.also,
             )
         )
+
+    def resume(self, record: OperationRecord, run: RunRecord, body: bytes) -> Submission:
+        """A request that an earlier process accepted and did not finish, as it was submitted there.
+
+        Raises `ValueError` (or what is one) if the stored form does not say enough.
+        """
+        runtime, model_id = self._runs.runtime(run), run.model_id
+        operation, context = decode_operation(record.kind, body), decode_context(record.kind, body)
+        if isinstance(operation, LoadWeights):
+            path = str(context["path"])
+            if operation.create:
+                failed = state_rows(model_id, "failed")
+                return resumed(record, runtime, model_id, _loaded_new(model_id, path), creates=True, failed=failed)
+            return resumed(record, runtime, model_id, _loaded(model_id, path))
+        if not isinstance(operation, SaveWeights):
+            raise ValueError(f"{record.kind} is neither a save nor a load")
+        new, saving = self._resumed_save(record.kind, run, str(context["request"]))
+        new = replace(new, checkpoint_id=str(context["checkpoint_id"]), folder=operation.folder)
+        more = saving(new)
+        remove = partial(self._checkpoints.remove_folder, new.folder)
+        return resumed(record, runtime, model_id, more.finish, cleanup=remove, also=more.also)
+
+    def _resumed_save(
+        self, kind: str, run: RunRecord, text: str
+    ) -> tuple[NewCheckpoint, Callable[[NewCheckpoint], _Saving]]:
+        if kind == "save_weights":
+            save = SaveWeightsRequest.model_validate_json(text)
+            return self._new(run, "training", save.path, save), lambda new: self._training_saved(run, save, new)
+        if kind == "save_weights_for_sampler":
+            sampler = SaveWeightsForSamplerRequest.model_validate_json(text)
+            return self._new(run, "sampler", sampler.path, sampler), lambda new: self._sampler_saved(run, sampler, new)
+        export = SaveWeightsExternalRequest.model_validate_json(text)
+        encrypted = bool(export.age_encryption_recipients)
+        new = replace(self._new(run, "external", export.path, export), encrypted=encrypted)
+        return new, lambda new: self._export_saved(run, export, new)
 
     # -- loading -------------------------------------------------------------------------------------------------
     async def load(self, project_id: str, request: LoadWeightsRequest) -> tuple[OperationRecord, str]:
@@ -247,11 +296,15 @@ class Weights:
                 scope=model_scope(model_id),
                 seq_id=request.seq_id,
                 digest=request_digest(request),
-                body=encode_operation("load_weights", LoadWeights(checkpoint.folder, request.optimizer, create=False)),
+                body=encode_operation(
+                    "load_weights",
+                    LoadWeights(checkpoint.folder, request.optimizer, create=False),
+                    {"path": request.path},
+                ),
                 runtime=self._runs.runtime(run),
                 model_id=model_id,
                 guard=self._runs.guard(project_id, model_id),
-                finish=lambda _: json_result("load_weights", LoadWeightsResult(path=request.path, model_id=model_id)),
+                finish=_loaded(model_id, request.path),
             )
         )
 
@@ -284,18 +337,6 @@ class Weights:
                 now=self._clock(),
             )
 
-        async def failed(db: AsyncSession) -> None:
-            await run_rows.set_run_state(db, model_id, "failed")
-
-        def finish(outcome: OperationResult) -> Finished:
-            lora = _saved(outcome).lora
-
-            async def rows(db: AsyncSession) -> None:
-                await run_rows.set_run_lora(db, model_id, lora)
-                await run_rows.set_run_state(db, model_id, "ready")
-
-            return json_result("load_weights", LoadWeightsResult(path=request.path, model_id=model_id), rows)
-
         record = await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -304,14 +345,16 @@ class Weights:
                 seq_id=model_seq_id,
                 digest=request_digest(request),
                 body=encode_operation(
-                    "load_weights", LoadWeights(checkpoint.folder, request.optimizer, True, optimizer)
+                    "load_weights",
+                    LoadWeights(checkpoint.folder, request.optimizer, True, optimizer),
+                    {"path": request.path},
                 ),
                 runtime=runtime,
                 model_id=model_id,
                 creates=True,
                 guard=guard,
-                finish=finish,
-                failed=failed,
+                finish=_loaded_new(model_id, request.path),
+                failed=state_rows(model_id, "failed"),
             )
         )
         return record, model_id
@@ -330,6 +373,23 @@ class Weights:
                 code="no_optimizer_state",
             )
         return checkpoint
+
+
+def _loaded(model_id: str, path: str) -> Callable[[OperationResult], Finished]:
+    return lambda _: json_result("load_weights", LoadWeightsResult(path=path, model_id=model_id))
+
+
+def _loaded_new(model_id: str, path: str) -> Callable[[OperationResult], Finished]:
+    def finish(outcome: OperationResult) -> Finished:
+        lora = _saved(outcome).lora
+
+        async def rows(db: AsyncSession) -> None:
+            await run_rows.set_run_lora(db, model_id, lora)
+            await run_rows.set_run_state(db, model_id, "ready")
+
+        return json_result("load_weights", LoadWeightsResult(path=path, model_id=model_id), rows)
+
+    return finish
 
 
 def _new_optimizer(request: LoadWeightsRequest, checkpoint: CheckpointRecord) -> OptimizerType:

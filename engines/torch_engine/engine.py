@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from engines.torch_engine.meter import Meter
 from engines.torch_engine.open_operations import OpenOperations, commit
 from engines.torch_engine.operations import OpenOperation
 from engines.torch_engine.precision import convert, resolve_dtype
+from engines.torch_engine.snapshots import captured, read_snapshot, write_snapshot
 from engines.torch_engine.validation import check_batch
 from schemas.errors import AlreadyExists, EngineFailure, TinsmithError, Unavailable
 from schemas.operations import (
@@ -56,6 +57,7 @@ from schemas.operations import (
     OptimizerType,
     PassStats,
     SavedAdapter,
+    SavedSnapshot,
     StepParams,
     StepResult,
     TrainBatch,
@@ -232,6 +234,23 @@ class TorchEngine(BaseEngine):
             state = AdapterState.of(saved.spec, weights, optimizer, saved.optimizer)
         (self._pool.add if live is None else self._pool.replace)(adapter_id, state)
         return SavedAdapter(saved.size_bytes, saved.spec)
+
+    def snapshot_adapter(self, adapter_id: str, path: Path) -> Callable[[], SavedSnapshot]:
+        """See `BaseEngine.snapshot_adapter`."""
+        if self._operations_of(adapter_id):
+            raise EngineFailure("the adapter is in training; no snapshot can be taken now")
+        state = self._pool.get(adapter_id)
+        with memory_errors("taking a snapshot of the adapter"):
+            copy = captured(state)
+        return lambda: write_snapshot(path, copy)
+
+    def restore_adapter(self, adapter_id: str, path: Path, sha256: str) -> None:
+        """See `BaseEngine.restore_adapter`."""
+        if adapter_id in self._pool:
+            raise AlreadyExists("an adapter of that id exists")
+        with memory_errors("restoring the adapter"):
+            state = read_snapshot(path, sha256, self.model.device)
+        self._pool.add(adapter_id, state)
 
     # -- one adapter at a time -----------------------------------------------------------------------------------
     def _open_stage(self, adapter_id: str) -> None:

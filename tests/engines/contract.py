@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from engines.base import BaseEngine
-from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NonFiniteGradient, NotFound
+from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, ModelLost, NonFiniteGradient, NotFound
 from schemas.losses import LOSSES
 from schemas.operations import Datum, LoraSpec, OptimStepParams, StepResult, TrainBatch, TrainResult
 from tests.engines.batches import VOCAB, make_batch, make_datum
@@ -103,6 +103,40 @@ class EngineContract:
             engine.optimizer_step("a", FAST)
             losses.append(accumulate(engine, batch).metrics["loss:sum"])
         assert losses[-1] < 0.7 * losses[0]
+
+    # -- snapshots -----------------------------------------------------------------------------------------------
+    def test_a_snapshot_is_of_the_moment_it_was_asked_for(self, engine: BaseEngine, tmp_path: Path) -> None:
+        """And an adapter that is restored from it goes on to the same bits, a pending gradient included."""
+        engine.create_adapter("a", SPEC)
+        batch = make_batch("a")
+        for _ in range(2):
+            accumulate(engine, batch)
+            engine.optimizer_step("a", FAST)
+        accumulate(engine, batch)
+        write = engine.snapshot_adapter("a", tmp_path / "snapshot")
+        engine.optimizer_step("a", FAST)
+        expected = logprobs(engine, "a")
+        accumulate(engine, batch)
+        saved = write()
+        assert saved.size_bytes == (tmp_path / "snapshot").stat().st_size
+        with pytest.raises(AlreadyExists):
+            engine.restore_adapter("a", tmp_path / "snapshot", saved.sha256)
+        engine.remove_adapter("a")
+        engine.restore_adapter("a", tmp_path / "snapshot", saved.sha256)
+        engine.optimizer_step("a", FAST)
+        np.testing.assert_array_equal(logprobs(engine, "a"), expected)
+
+    def test_a_damaged_or_missing_snapshot_restores_nothing(self, engine: BaseEngine, tmp_path: Path) -> None:
+        engine.create_adapter("a", SPEC)
+        saved = engine.snapshot_adapter("a", tmp_path / "snapshot")()
+        damaged = bytearray((tmp_path / "snapshot").read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        (tmp_path / "damaged").write_bytes(damaged)
+        for name in ("damaged", "missing"):
+            with pytest.raises(ModelLost):
+                engine.restore_adapter("b", tmp_path / name, saved.sha256)
+            with pytest.raises(NotFound):
+                engine.forward(make_batch("b"))
 
     # -- gradients -----------------------------------------------------------------------------------------------
     @pytest.mark.parametrize("loss", sorted(LOSSES))

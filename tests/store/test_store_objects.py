@@ -161,18 +161,15 @@ async def test_run_states_never_go_back(store: Store, project: str, make: Make, 
         assert (moved, run.state) == (((before, after) in ALLOWED), after if moved else before)
 
 
-async def test_restart_loses_the_live_runs_only(store: Store, project: str, make: Make) -> None:
+async def test_live_runs_are_found_after_a_restart(store: Store, project: str, make: Make) -> None:
     await make.session()
     states: tuple[RunState, ...] = ("ready", "failed", "closed")
     ids = {"creating": await make.run(0)}
     for n, state in enumerate(states, start=1):
         ids[state] = await make.run(n)
         await store.write(lambda db, s=state: runs.set_run_state(db, ids[s], s))
-    lost = await store.write(runs.mark_live_runs_lost)
-    assert sorted(lost) == sorted([ids["creating"], ids["ready"]])
-    assert await store.write(runs.mark_live_runs_lost) == []
-    after = await store.read(lambda db: runs.runs_of_session(db, "s"))
-    assert [run.state for run in after] == ["lost", "lost", "failed", "closed"]
+    live = await store.read(runs.live_runs)
+    assert [(run.model_id, run.state) for run in live] == [(ids["creating"], "creating"), (ids["ready"], "ready")]
 
 
 async def test_pages_are_newest_first_and_know_the_total(

@@ -67,7 +67,10 @@ def serve(
     try:
         url = f"http://127.0.0.1:{port}"
         wait_until_ready(url, process, log, ready_within)
-        key = (data_dir / "dev_key").read_text().strip()
+        key_file = data_dir / "dev_key"
+        if not key_file.exists():  # the data folder is a disk that only the server sees
+            key_file = Path(f"/proc/{process.pid}/root{key_file}")
+        key = key_file.read_text().strip()
         yield RunningServer(url, key, data_dir, process, log)
     finally:
         if process.poll() is None:

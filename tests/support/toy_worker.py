@@ -10,12 +10,13 @@ there, and 668 is refused.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from engines.base import BaseEngine
 from engines.sampling.base import SampleStep, SamplingEngine
-from schemas.errors import InvalidRequest, NonFiniteGradient, NotFound, TinsmithError, Unavailable
+from schemas.errors import InvalidRequest, ModelLost, NonFiniteGradient, NotFound, TinsmithError, Unavailable
 from schemas.operations import (
     BaseModelInfo,
     DatumRange,
@@ -37,6 +38,7 @@ from schemas.operations import (
     SamplerLoad,
     SampleStats,
     SavedAdapter,
+    SavedSnapshot,
     StepParams,
     StepResult,
     TopK,
@@ -114,6 +116,24 @@ class ToyEngine(BaseEngine):
         adapter = self.adapter(adapter_id)
         adapter.weight, adapter.gradient = content["weight"], 0.0
         return SavedAdapter(1, adapter.lora)
+
+    def snapshot_adapter(self, adapter_id: str, path: Path) -> Callable[[], SavedSnapshot]:
+        adapter = self.adapter(adapter_id)
+        state = {"lora": asdict(adapter.lora), "weight": adapter.weight, "gradient": adapter.gradient}
+        text = json.dumps(state | {"steps": adapter.steps})
+
+        def write() -> SavedSnapshot:
+            path.write_text(text)
+            return SavedSnapshot(len(text), hashlib.sha256(text.encode()).hexdigest())
+
+        return write
+
+    def restore_adapter(self, adapter_id: str, path: Path, sha256: str) -> None:
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            raise ModelLost("the snapshot is damaged")
+        state = json.loads(path.read_text())
+        adapter = self.adapters[adapter_id] = ToyAdapter(LoraSpec(**state["lora"]))
+        adapter.weight, adapter.gradient, adapter.steps = state["weight"], state["gradient"], state["steps"]
 
     def _open_stage(self, adapter_id: str) -> None:
         self.adapter(adapter_id).stage = 0.0

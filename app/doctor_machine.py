@@ -1,0 +1,146 @@
+"""What a server needs of the machine it would run on: room on the disk, a free port, memory, versions.
+
+Asks and starts nothing but one short process, which knows the computing library. Not responsible for the data folder
+(`app/doctor.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sqlite3
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from app.checks import Check, megabytes
+from app.serve import cannot_listen, listen
+from app.settings import BaseModelSource, Settings
+from engines.base_models import built_in_folder
+from engines.machine import compute_threads
+
+LITTLE_ROOM, TOO_LITTLE_ROOM = 2 << 30, 100 << 20
+"""Free bytes on the disk below which there is a warning, and below which a server should not be started."""
+PACKAGES = ("tinsmith", "torch", "transformers", "safetensors", "sqlalchemy", "aiosqlite")
+SDK = "tinker"
+PLAN_SECONDS = 120
+_HEADER_LIMIT = 100 << 20
+_WIDTH = {"float32": 4, "bfloat16": 2}
+
+
+def check_machine(settings: Settings, running: str | None) -> list[Check]:
+    """Every check of the machine. `running`: the process id of the server on this data folder, if there is one."""
+    plan = _plan(settings)
+    return [
+        _disk(settings.data_dir),
+        _port(settings, running),
+        _compute(settings, plan),
+        *(_memory(settings, model, plan, running) for model in settings.base_model),
+        _versions(),
+    ]
+
+
+def _disk(data_dir: Path) -> Check:
+    place = next((folder for folder in (data_dir, *data_dir.parents) if folder.exists()), Path("/"))
+    total, _, free = shutil.disk_usage(place)
+    inodes = os.statvfs(place).f_favail
+    detail = f"{megabytes(free)} free of {megabytes(total)}"
+    if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
+        return Check("disk", "fail", f"{detail}, but the folder cannot be written")
+    if free < TOO_LITTLE_ROOM or (inodes == 0 and os.statvfs(place).f_files):
+        return Check("disk", "fail", f"{detail}: too little to serve")
+    return Check("disk", "warn" if free < LITTLE_ROOM else "ok", detail)
+
+
+def _port(settings: Settings, running: str | None) -> Check:
+    try:
+        listen(settings.host, settings.port).close()
+    except OSError as error:
+        if running is not None:
+            return Check("port", "ok", f"{settings.host}:{settings.port} is in use, as is this data folder")
+        return Check("port", "fail", cannot_listen(settings, error))
+    return Check("port", "ok", f"{settings.host}:{settings.port} is free")
+
+
+def _plan(settings: Settings) -> dict[str, Any]:
+    """What a worker would compute on (`engines.torch_engine.plan`), or `{"error"}`."""
+    command = [sys.executable, "-m", "engines.torch_engine.plan", settings.device, settings.dtype]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_SECONDS, check=False)
+        answer = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"torch did not start within {PLAN_SECONDS} s"}
+    except ValueError:
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason is given"]
+        return {"error": f"torch does not start ({last[0]})"}
+    return dict(answer)
+
+
+def _compute(settings: Settings, plan: dict[str, Any]) -> Check:
+    if "error" in plan:
+        return Check("compute", "fail", str(plan["error"]))
+    threads = compute_threads(settings.threads, 1, os.environ)
+    return Check("compute", "ok", f"device {plan['device']}, dtype {plan['dtype']}, {threads} threads per worker")
+
+
+def _memory(settings: Settings, model: BaseModelSource, plan: dict[str, Any], running: str | None) -> Check:
+    """Base weights against the memory of the device: what loading alone takes; training comes on top."""
+    name = f"model {model.name}"
+    folder = Path(model.source) if model.source is not None else built_in_folder(settings.data_dir)
+    if not folder.is_dir():
+        return Check(name, "ok", "its files are not on this machine yet; the first start brings them")
+    try:
+        parameters = sum(_parameters(file) for file in folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Check(name, "fail", f"its weights cannot be read ({type(error).__name__})")
+    if parameters == 0:
+        return Check(name, "fail", "its folder holds no safetensors weights")
+    if "error" in plan or not plan["total"]:
+        return Check(name, "ok", f"{parameters / 1e6:.0f} M parameters; the memory of the device is not known")
+    needed = parameters * _WIDTH[plan["dtype"]]
+    detail = (
+        f"{parameters / 1e6:.0f} M parameters take {megabytes(needed)} of {megabytes(plan['total'])} of memory, "
+        f"{megabytes(plan['free'])} free"
+    )
+    if needed > plan["total"]:
+        return Check(name, "fail", f"{detail}: it does not fit")
+    tight = needed * 1.2 > plan["free"] and running is None
+    return Check(name, "warn" if tight else "ok", f"{detail}{': training will hardly fit' if tight else ''}")
+
+
+def _parameters(file: Path) -> int:
+    """Numbers in a safetensors file, from its header alone."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _HEADER_LIMIT:
+            raise ValueError("not a safetensors file")
+        header = json.loads(opened.read(length))
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            count = 1
+            for size in tensor["shape"]:
+                count *= int(size)
+            total += count
+    return total
+
+
+def _versions() -> Check:
+    found = {name: _version(name) for name in (*PACKAGES, SDK)}
+    missing = tuple(f"{name} is not installed" for name in PACKAGES if found[name] is None)
+    sdk = found.pop(SDK)
+    parts = [f"{name} {number}" for name, number in found.items() if number is not None]
+    parts += [f"python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}"]
+    parts.append(f"SDK {SDK} {sdk}" if sdk else f"SDK {SDK} not installed (only clients need it)")
+    return Check("versions", "fail" if missing else "ok", ", ".join(parts), missing)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,157 @@
+"""What a start does with what an earlier process left: live models come back, accepted operations run on.
+
+Responsible for handing all of it to the runtimes before they start. Not responsible for bringing models back
+(`workers/recovery.py`) or for their past (`history.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from app.services.base_models import BaseModels
+from app.services.history import ModelHistory
+from app.services.operations import Operations, Submission, unreadable
+from app.services.runs import Runs, lost, unloaded
+from app.services.sample_results import KIND as SAMPLE
+from app.services.sampling import Sampling
+from app.services.training import Training
+from app.services.weights import Weights
+from schemas.errors import TinsmithError
+from store import checkpoints
+from store import operations as log
+from store import runs as run_rows
+from store import snapshots as snapshot_rows
+from store.artifacts import Artifacts
+from store.bodies import Bodies
+from store.database import Store
+from store.records import OperationRecord, RunRecord
+
+logger = logging.getLogger(__name__)
+
+_OF_WEIGHTS = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
+
+
+@dataclass(slots=True)
+class Report:
+    """What a start found."""
+
+    models: int = 0
+    lost: int = 0
+    operations: int = 0
+    samples: int = 0
+    failed: int = 0
+
+    @property
+    def text(self) -> str:
+        """For the log."""
+        return (
+            f"an earlier process left {self.models + self.lost} live training runs: {self.models} come back, "
+            f"{self.lost} are lost; of its unfinished operations {self.operations} of training and {self.samples} "
+            f"samples run on, {self.failed} cannot"
+        )
+
+
+class Recovery:
+    """Done once, before the runtimes start."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        bodies: Bodies,
+        artifacts: Artifacts,
+        models: BaseModels,
+        operations: Operations,
+        runs: Runs,
+        training: Training,
+        weights: Weights,
+        sampling: Sampling,
+        history: ModelHistory,
+    ) -> None:
+        self._store = store
+        self._bodies = bodies
+        self._artifacts = artifacts
+        self._models = models
+        self._operations = operations
+        self._runs = runs
+        self._training = training
+        self._weights = weights
+        self._sampling = sampling
+        self._history = history
+
+    async def run(self) -> Report:
+        """Sweep what is incomplete, reopen the live runs and queue what was not finished."""
+        report = Report()
+        # Before anything runs: a save that was cut off may have left the folder that it is to write.
+        await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders))
+        await self._bodies.sweep(await self._store.read(log.body_names))
+        await self._history.sweep_at_start()
+        unfinished = await self._store.read(log.unfinished)
+        for run in await self._store.read(run_rows.live_runs):
+            if await self._reopen(run, unfinished):
+                report.models += 1
+            else:
+                await self._runs.mark_lost([run.model_id])
+                report.lost += 1
+        for record in sorted(unfinished, key=_order):
+            if record.kind == SAMPLE:
+                await self._sampling.resubmit(record)
+                report.samples += 1
+            elif await self._resume(record):
+                report.operations += 1
+            else:
+                report.failed += 1
+        if report != Report():
+            logger.warning("%s", report.text)
+        return report
+
+    async def _reopen(self, run: RunRecord, unfinished: list[OperationRecord]) -> bool:
+        """Have a run brought back; False if that is not possible: its base model is not served any more."""
+        runtime = self._models.runtimes.get(run.base_model)
+        if runtime is None:
+            return False
+        if run.state == "creating":
+            return any(record.kind != SAMPLE and _model_of(record) == run.model_id for record in unfinished)
+        next_seq, pending, refused = await self._store.read(lambda db: snapshot_rows.place_in_log(db, run.model_id))
+        runtime.reopen_model(run.model_id, next_seq, frozenset(seq for seq in pending if seq < next_seq))
+        for seq_id in refused:
+            runtime.note_refused(run.model_id, seq_id)
+        return True
+
+    async def _resume(self, record: OperationRecord) -> bool:
+        """Queue an operation of a model again; False if it had to be failed instead."""
+        try:
+            model_id = _model_of(record)
+            run = await self._store.read(lambda db: run_rows.find_run(db, model_id))
+            if run is None or run.state == "lost":
+                raise lost(model_id)
+            if run.state not in run_rows.LIVE:
+                raise unloaded(model_id)
+            submission = await self._submission(record, run)
+        except TinsmithError as error:
+            await self._operations.fail_now([record.request_id], error)
+            return False
+        self._operations.dispatch(record, submission)
+        return True
+
+    async def _submission(self, record: OperationRecord, run: RunRecord) -> Submission:
+        if record.kind not in _OF_WEIGHTS:
+            return self._training.resume(record, run)
+        try:
+            return self._weights.resume(record, run, await self._bodies.get(record.body))
+        except (KeyError, ValueError) as error:
+            logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
+            raise unreadable() from error
+
+
+def _model_of(record: OperationRecord) -> str:
+    """The model that an operation belongs to: its scope names it, or its session and its number there."""
+    kind, _, rest = record.scope.partition(":")
+    return rest if kind in ("model", "unload") else f"{rest}:{record.seq_id}"
+
+
+def _order(record: OperationRecord) -> tuple[int, str, int]:
+    """Creations first, what is to run last in its model last."""
+    place = {"session": 0, "model": 1, "unload": 2}.get(record.scope.partition(":")[0], 3)
+    return place, record.scope, record.seq_id or 0

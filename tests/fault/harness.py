@@ -1,0 +1,256 @@
+"""A real server that is killed and comes back, and clients that only want to train.
+
+Processes are killed with SIGKILL; whoever is gone is started again as a service manager would. Clients are the
+unmodified SDK, or plain HTTP where the SDK has no call.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import tinker
+import torch
+from tinker import types
+
+from schemas.fail_points import POINTS, VARIABLE
+from tests.support.server import TINSMITH, environment, free_port, wait_until_ready
+
+MODEL = "acme/tiny"
+CLIENT_SECONDS = 400.0
+"""What a client gets for anything: a dozen restarts may lie in it, on a machine that does other things too."""
+RAW_DATA = [{"model_input": [5, 6, 7, 8], "loss_fn_inputs": {"target_tokens": [6, 7, 8, 9]}}]
+
+
+class Service:
+    """A server on one port and one data folder, however often it dies.
+
+    Args:
+        options: of `tinsmith serve`.
+        fail_at: the value of `TINSMITH_FAIL_AT`.
+    """
+
+    def __init__(self, folder: Path, base: Path, *options: str, fail_at: str = "") -> None:
+        self.data_dir = folder / "data"
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "server.log"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.starts = 0
+        self._environment = environment({VARIABLE: fail_at} if fail_at else {})
+        self._command = [
+            *(str(TINSMITH), "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)),
+            *("--base-model", f"{MODEL}={base}", "--threads", "1", "--shutdown-grace", "2", "--restart-limit", "50"),
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._over = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="service manager", daemon=True)
+
+    def start(self) -> None:
+        """Start, wait until it serves, and from then on start it again whenever it is gone."""
+        self._process = self._spawn()
+        wait_until_ready(self.url, self._process, self.log, 120)
+        self._keeper.start()
+
+    def stop(self) -> None:
+        """End it for good."""
+        self._over.set()
+        if self._keeper.is_alive():
+            self._keeper.join()
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def key(self) -> str:
+        """The development key."""
+        return (self.data_dir / "dev_key").read_text().strip()
+
+    def kill_server(self) -> None:
+        """The server dies; its worker ends when it notices."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+
+    def kill_worker(self) -> bool:
+        """The worker dies, if there is one."""
+        assert self._process is not None
+        try:
+            text = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+            children = text.split() or self._children_of_threads()
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return bool(children)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the base model is loaded."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                if httpx.get(f"{self.url}/api/v1/readyz", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+            time.sleep(0.1)
+        raise AssertionError(f"not ready again:\n{self.log.read_text()[-4000:]}")
+
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """What the database says."""
+        database = sqlite3.connect(f"file:{self.data_dir / 'tinsmith.db'}?mode=ro", uri=True, timeout=30)
+        try:
+            return database.execute(query, values).fetchall()
+        finally:
+            database.close()
+
+    def saved(self, path: str) -> dict[str, bytes]:
+        """The files with numbers of a checkpoint, by its tinker path."""
+        model_id, _, name = path.removeprefix("tinker://").rsplit("/", 2)
+        [(folder,)] = self.rows("SELECT folder FROM checkpoints WHERE model_id = ? AND name = ?", model_id, name)
+        files = sorted((self.data_dir / "checkpoints" / folder).glob("*.safetensors"))
+        assert files, "an empty checkpoint proves nothing"
+        return {file.name: file.read_bytes() for file in files}
+
+    def outcomes(self, model_id: str) -> list[tuple[int, str, str]]:
+        """(seq_id, kind, state) of all operations of a model; what has expired counts as done."""
+        query = "SELECT seq_id, kind, state FROM operations WHERE scope = ? ORDER BY seq_id"
+        return [(seq, kind, state) for seq, kind, state in self.rows(query, f"model:{model_id}")]
+
+    def tokens(self, session_id: str) -> list[tuple[str, int]]:
+        """What a session used, as it will be billed."""
+        query = "SELECT kind, SUM(tokens) FROM token_usage WHERE session_id = ? GROUP BY kind ORDER BY kind"
+        return [(kind, count) for kind, count in self.rows(query, session_id)]
+
+    def _children_of_threads(self) -> list[str]:
+        """The worker is started by a thread, whose child it is."""
+        assert self._process is not None
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return [child for task in tasks for child in (task / "children").read_text().split()]
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        with self.log.open("ab") as output:
+            return subprocess.Popen(
+                self._command, stdout=output, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+            )
+
+    def _keep(self) -> None:
+        while not self._over.wait(0.1):
+            assert self._process is not None
+            if self._process.poll() is not None:
+                self._process = self._spawn()
+
+
+@contextmanager
+def serving(folder: Path, base: Path, *options: str, fail_at: str = "") -> Iterator[Service]:
+    """A service that is stopped at the end."""
+    service = Service(folder, base, *options, fail_at=fail_at)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def fail_at(folder: Path, places: dict[str, int], *, tree: tuple[str, ...] = ()) -> str:
+    """The value of the variable: place -> at which hit. `tree`: where the whole process group dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [
+        f"{POINTS.index(place)},{hit},{folder / place}{',tree' if place in tree else ''}"
+        for place, hit in places.items()
+    ]
+    return ";".join(parts)
+
+
+# -- what clients do --------------------------------------------------------------------------------------------------
+def example(seed: int, length: int = 24) -> types.Datum:
+    """Random tokens, each of which predicts the next."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 259, (length + 1,), generator=generator)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_torch(tokens[1:]),
+            "weights": types.TensorData.from_torch(torch.ones(length)),
+        },
+    )
+
+
+def sdk(service: Service) -> Any:
+    """The SDK's client."""
+    return tinker.ServiceClient(base_url=service.url, api_key=service.key)
+
+
+def train(client: Any, steps: int, *, at_step: Callable[[int], None] = lambda step: None, ahead: int = 2) -> None:
+    """`steps` times forward_backward and optim_step, `ahead` of them on their way before the first is waited for."""
+    waiting: list[tuple[Any, Any]] = []
+    for step in range(steps):
+        data = [example(100 * step + index) for index in range(3)]
+        loss = client.forward_backward(data, "cross_entropy")
+        waiting.append((loss, client.optim_step(types.AdamParams(learning_rate=1e-2 / (1 + step)))))
+        at_step(step)
+        while len(waiting) > ahead:
+            loss, applied = waiting.pop(0)
+            loss.result(timeout=CLIENT_SECONDS)
+            applied.result(timeout=CLIENT_SECONDS)
+    for loss, applied in waiting:
+        loss.result(timeout=CLIENT_SECONDS)
+        applied.result(timeout=CLIENT_SECONDS)
+
+
+class Raw:
+    """Plain HTTP that repeats a request until it is answered: a request has its seq_id, so that is safe."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._http = httpx.Client(base_url=f"{service.url}/api/v1", headers={"X-API-Key": service.key}, timeout=60)
+
+    def call(self, method: str, route: str, **body: Any) -> dict[str, Any]:
+        """The JSON of a 200."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                answer = self._http.request(method, route, json=body or None)
+            except httpx.TransportError:
+                time.sleep(0.2)
+                continue
+            if answer.status_code in (408, 503):
+                time.sleep(0.1)
+                continue
+            assert answer.status_code in (200, 204), answer.text
+            return dict(answer.json()) if answer.content else {}
+        raise AssertionError(f"{route} had no answer")
+
+    def delete(self, route: str) -> None:
+        """Delete what may be deleted already: the answer to the first try may have been lost."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            try:
+                answer = self._http.delete(route)
+            except httpx.TransportError:
+                time.sleep(0.2)
+                continue
+            assert answer.status_code in (200, 204, 404), answer.text
+            return
+        raise AssertionError(f"{route} had no answer")
+
+    def do(self, route: str, **body: Any) -> dict[str, Any]:
+        """The outcome of an operation."""
+        request_id = self.call("POST", route, **body)["request_id"]
+        outcome = self.call("POST", "retrieve_future", request_id=request_id)
+        assert "error" not in outcome, outcome
+        return outcome

@@ -1,0 +1,247 @@
+"""Bringing models back: what is executed again, what is told meanwhile, and who is to blame for a dying worker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import EngineFailure, ModelLost, NonFiniteGradient, Unavailable, WorkerDied
+from schemas.operations import Operation, OptimStep, SavedSnapshot, TrainBatch, ZeroGrad
+from tests.support.inline_group import InlineWorkerGroup
+from tests.workers.harness import Client, batch, create, running, step, toy_group, until, until_state, value
+from workers.local import LocalWorkerGroup
+from workers.recovery import Past, PastOperation, Snapshot
+from workers.snapshots import SnapshotPolicy
+from workers.spec import WorkerSpec
+
+OFTEN = SnapshotPolicy(operations=1, share=1.0)
+NEVER = SnapshotPolicy(operations=10**6, seconds=1e6)
+
+
+class MemoryLog:
+    """A log in memory, filled by `Recorder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.creations: dict[str, Operation] = {}
+        self.operations: dict[str, list[PastOperation]] = {}
+        self.snapshots: dict[str, list[Snapshot]] = {}
+        self.collected = -1
+        self.unavailable = 0
+        self.refuse_snapshots = False
+
+    async def recall(self, model_id: str) -> Past:
+        if self.unavailable:
+            self.unavailable -= 1
+            raise Unavailable("the log cannot be read")
+        kept = tuple(reversed(self.snapshots.get(model_id, [])))
+        done = tuple(self.operations.get(model_id, []))
+        return Past("p", kept, done, self.collected, partial(_give, self.creations[model_id]))
+
+    def new_snapshot_path(self) -> str:
+        return str(self.folder / f"{sum(map(len, self.snapshots.values()))}.{len(list(self.folder.iterdir()))}")
+
+    async def keep_snapshot(self, model_id: str, applied_seq: int, path: str, saved: SavedSnapshot) -> bool:
+        if self.refuse_snapshots:
+            return False
+        self.snapshots.setdefault(model_id, []).append(Snapshot(applied_seq, path, saved.sha256))
+        return True
+
+    async def drop_snapshot(self, path: str) -> None:
+        for kept in self.snapshots.values():
+            kept[:] = [one for one in kept if one.path != path]
+
+
+async def _give(operation: Operation) -> Operation:
+    return operation
+
+
+class Recorder(Client):
+    """A client that also keeps the log."""
+
+    def __init__(self, client: Client, log: MemoryLog) -> None:
+        super().__init__(client.runtime)
+        self.log = log
+
+    async def new(self, model_id: str, seed: int = 1) -> None:
+        self.runtime.open_model(model_id)
+        self.log.creations[model_id] = create(seed)
+        await value(self.submit(create(seed), model_id, 0))
+
+    async def run(self, operation: Operation, model_id: str, seq_id: int) -> object:
+        """Run an operation and log it."""
+        outcome = self.submit(operation, model_id, seq_id)
+        result = await asyncio.wait_for(asyncio.shield(outcome), 20)
+        failed = isinstance(result, NonFiniteGradient)
+        is_step = isinstance(operation, OptimStep)
+        changes = isinstance(operation, OptimStep | ZeroGrad) or (
+            isinstance(operation, TrainBatch) and operation.backward
+        )
+        if changes and (failed or not isinstance(result, Exception)):
+            load: Callable[[], Awaitable[Operation]] = partial(_give, operation)
+            done = PastOperation(seq_id, f"logged-{model_id}-{seq_id}", is_step, 10, failed, load)
+            self.log.operations.setdefault(model_id, []).append(done)
+        return result
+
+
+def weight(group: InlineWorkerGroup, model_id: str) -> tuple[float, float]:
+    adapter = group.worker.actor.engine.adapters[model_id]
+    return adapter.weight, adapter.gradient
+
+
+@pytest.mark.parametrize("policy", [NEVER, OFTEN])
+async def test_a_model_comes_back_with_its_gradient_and_goes_on(tmp_path: Path, policy: SnapshotPolicy) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=policy) as (_, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        operations: tuple[Operation, ...] = (batch("a"), step(), batch("a"), ZeroGrad(), batch("a"))
+        for seq_id, operation in enumerate(operations, start=1):
+            await recorder.run(operation, "a", seq_id)
+        if policy is OFTEN:
+            await until(lambda: log.snapshots.get("a") and log.snapshots["a"][-1].applied_seq == 5)
+        before = weight(group, "a")
+        assert before == (6.0, -5.0)
+        group.die()
+        await value(client.submit(batch("a", backward=False), "a", 6))
+        assert weight(group, "a") == before
+        assert await value(client.submit(step(), "a", 7))
+        assert weight(group, "a") == (11.0, 0.0)
+        assert lost == []
+        assert ("restore_snapshot" in group.calls) == (policy is OFTEN)
+
+
+async def test_what_is_done_is_told_while_it_is_done(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER, micro_batch_tokens=2) as (runtime, client, _):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        for seq_id in (1, 2, 3):
+            await recorder.run(batch("a", sleep=0.05), "a", seq_id)
+        group.die()
+        behind = client.submit(batch("a"), "a", 4, request_id="behind")
+        seen = set()
+
+        def watch() -> bool:
+            state = runtime.waiting("behind")
+            seen.add((state.state, state.reason))
+            return behind.done()
+
+        await until(watch)
+        assert ("paused_capacity", "recovering: 1 of 3 operations of this model are being executed again") in seen
+        assert (await value(behind)).metrics["loss:sum"] == -5.0
+
+
+async def test_a_log_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER) as (_, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a", seed=3)
+        await recorder.new("b", seed=4)
+        log.unavailable = 2
+        group.die()
+        for model_id, expected in (("a", -15.0), ("b", -20.0)):
+            result = await value(client.submit(batch(model_id, backward=False), model_id, 1))
+            assert result.metrics["loss:sum"] == expected
+        assert lost == []
+
+
+async def test_what_cannot_be_read_back_is_lost_and_not_rewound(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER) as (runtime, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.new("b")
+        await recorder.run(batch("a"), "a", 1)
+        log.collected = 1
+        log.operations["b"] = []
+        group.die()
+        with pytest.raises(ModelLost, match="no snapshot"):
+            await value(client.submit(step(), "a", 2))
+        assert "a" in lost
+        assert runtime.state == "ready"
+
+
+async def test_an_operation_that_fails_when_it_is_executed_again_loses_its_model(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER) as (_, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.new("b")
+        await recorder.run(batch("b"), "b", 1)
+        bad = PastOperation(1, "bad", False, 10, False, partial(_give, batch("a", refuse=1)))
+        log.operations["a"] = [bad]
+        group.die()
+        with pytest.raises(ModelLost):
+            await value(client.submit(step(), "a", 2))
+        assert lost == ["a"]
+        await value(client.submit(step(), "b", 2))
+        assert weight(group, "b") == (6.0, 0.0)
+
+
+async def test_a_call_that_fails_as_a_whole_sets_its_models_back_to_the_log(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER) as (_, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.run(batch("a"), "a", 1)
+        engine = group.worker.actor.engine
+        take = engine.take_stats
+        engine.take_stats = lambda: [][0]  # after everything was computed: nobody knows how far it came
+        with pytest.raises(EngineFailure):
+            await value(client.submit(batch("a"), "a", 2))
+        engine.take_stats = take
+        await value(client.submit(batch("a", backward=False), "a", 3))
+        assert weight(group, "a") == (1.0, -5.0)
+        assert lost == []
+
+
+async def test_snapshots_that_cannot_be_recorded_are_tried_again_and_hold_nobody_up(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    log.refuse_snapshots = True
+    async with running(group, history=log, snapshots=OFTEN) as (_, client, _):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        for seq_id in range(1, 6):
+            await recorder.run(batch("a"), "a", seq_id)
+        assert weight(group, "a") == (1.0, -25.0)
+
+
+async def test_an_operation_that_always_kills_the_worker_fails_alone(tmp_path: Path) -> None:
+    spec = WorkerSpec("toy", None, str(tmp_path), builder="tests.support.toy_worker:build")
+    log = MemoryLog(tmp_path)
+    async with running(LocalWorkerGroup(spec), history=log, snapshots=NEVER, restart_limit=20) as (runtime, client, _):
+        recorder = Recorder(client, log)
+        for model_id in ("a", "b"):
+            await recorder.new(model_id)
+            await recorder.run(batch(model_id), model_id, 1)
+        deadly = client.submit(batch("a", die=1), "a", 2)
+        good = client.submit(step(), "b", 2)
+        with pytest.raises(WorkerDied, match="each time"):
+            await value(deadly, 120)
+        assert (await value(good, 60)).metrics["grad_norm:mean"] == 5.0
+        await until_state(runtime, "ready")
+        assert (await value(client.submit(step(), "a", 3), 60)).metrics["grad_norm:mean"] == 5.0
+
+
+async def test_a_hung_turn_is_a_dead_worker_and_its_operation_runs_again(tmp_path: Path) -> None:
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER, turn_timeout=0.3) as (runtime, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.run(batch("a"), "a", 1)
+        engine = group.worker.actor.engine
+        hang = threading.Event()
+        engine.take_stats = hang.wait
+        hung = client.submit(batch("a"), "a", 2)
+        await until(lambda: group.worker is not None and group.worker.actor.engine is not engine)
+        hang.set()
+        assert (await value(hung)).metrics["loss:sum"] == -5.0
+        await until_state(runtime, "ready")
+        assert weight(group, "a") == (1.0, -10.0)
+        assert lost == []
