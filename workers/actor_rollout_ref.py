@@ -68,6 +68,9 @@ class ActorRolloutRefWorker:
     remove_adapter = by_actor(TrainingWorker.remove_adapter)
     save_checkpoint = by_actor(TrainingWorker.save_checkpoint)
     load_checkpoint = by_actor(TrainingWorker.load_checkpoint)
+    begin_snapshot = by_actor(TrainingWorker.begin_snapshot)
+    finished_snapshots = by_actor(TrainingWorker.finished_snapshots)
+    restore_snapshot = by_actor(TrainingWorker.restore_snapshot)
     infer_batch = by_actor(TrainingWorker.infer_batch)
     train_batch = by_actor(TrainingWorker.train_batch)
 

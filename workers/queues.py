@@ -35,7 +35,7 @@ class ModelQueue(Generic[T]):
         self._last_started = first_seq - 1
         """The largest seq_id that has started or was given up."""
         self._waiting: dict[int, _Waiting[T]] = {}
-        self._first: deque[T] = deque()
+        self._first: deque[tuple[int, T]] = deque()
         """Goes before everything that waits under its seq_id."""
         self.paused = False
         """Nothing may start, and no time runs."""
@@ -44,13 +44,13 @@ class ModelQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting) + len(self._first)
 
-    def put_first(self, items: Iterable[T]) -> None:
-        """Items that had started before, or are of seq_ids that are over: they start before all others, in order."""
+    def put_first(self, items: Iterable[tuple[int, T]]) -> None:
+        """Items with their seq_ids that had started before, or whose turn is over: they start before all others."""
         self._first.extend(items)
 
     def take_first(self) -> list[T]:
         """Take out what `put_first` has put in and that has not started."""
-        taken = list(self._first)
+        taken = [item for _, item in self._first]
         self._first.clear()
         return taken
 
@@ -91,21 +91,21 @@ class ModelQueue(Generic[T]):
         if self.paused:
             return None
         if self._first:
-            return self._first[0]
+            return self._first[0][1]
         waiting = self._waiting.get(self._expected())
         return None if waiting is None else waiting.item
 
     def pop(self) -> T:
         """Start the item that `peek` shows; raises `LookupError` if there is none."""
         if self._first:
-            return self._first.popleft()
+            return self._first.popleft()[1]
         seq_id = self._expected()
         item = self._waiting.pop(seq_id).item
         self._pass(seq_id)
         return item
 
-    def put_back(self, items: Sequence[T]) -> None:
-        """Items, in order, that have started but have to start again, before all others."""
+    def put_back(self, items: Sequence[tuple[int, T]]) -> None:
+        """Items with their seq_ids, in order, that have started but have to start again, before all others."""
         self._first.extendleft(reversed(items))
 
     def gap_deadline(self) -> float | None:
@@ -134,7 +134,7 @@ class ModelQueue(Generic[T]):
 
     def ahead(self, seq_id: int) -> int:
         """How many waiting items have a smaller seq_id."""
-        return len(self._first) + sum(1 for waiting in self._waiting if waiting < seq_id)
+        return sum(1 for waiting in [*self._waiting, *(first for first, _ in self._first)] if waiting < seq_id)
 
     def _expected(self) -> int:
         """The smallest seq_id that has neither started nor been refused or given up."""

@@ -49,7 +49,7 @@ class TrainingLine:
     def put_first(self, model_id: str, project_id: str, entries: Sequence[Entry]) -> None:
         """Go on with a model that was set back: first these, then what is in its queue."""
         queue = self._queues[model_id]
-        queue.put_first(entries)
+        queue.put_first((entry.seq_id, entry) for entry in entries)
         queue.paused = False
         self._join(model_id, project_id)
 
@@ -102,7 +102,7 @@ class TrainingLine:
         queue = self._queues.get(model_id)
         if queue is None:
             return False
-        queue.put_back(entries)
+        queue.put_back([(entry.seq_id, entry) for entry in entries])
         self._update(model_id)
         return True
 

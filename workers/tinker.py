@@ -6,16 +6,12 @@ the adapter's accumulator, because every context is entered with `zero_grad_on_e
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
-from engines.base import BaseEngine
-from schemas.errors import TinsmithError
 from schemas.fail_points import fail_point
 from schemas.operations import (
     MicroBatch,
     MicroBatchResult,
-    SavedSnapshot,
     StepParams,
     StepResult,
     TrainBatch,
@@ -24,16 +20,11 @@ from schemas.operations import (
 from workers import micro_batch
 from workers.actor_rollout_ref import ActorRolloutRefWorker, by_actor
 from workers.dispatch import Dispatch, register
-from workers.snapshot_writer import SnapshotWriter
 from workers.training import TrainingWorker
 
 
 class TinkerTrainingWorker(TrainingWorker):
-    """A training worker whose step can be taken apart, and whose adapters can be brought back between the parts."""
-
-    def __init__(self, engine: BaseEngine) -> None:
-        super().__init__(engine)
-        self._snapshots = SnapshotWriter()
+    """A training worker whose step can be taken apart."""
 
     @register(Dispatch.ONE_TO_ALL)
     def optimizer_zero_grad(self, adapter_id: str) -> None:
@@ -63,21 +54,6 @@ class TinkerTrainingWorker(TrainingWorker):
         """The same primitives for many adapters in one call; failures are outcomes of single operations."""
         return micro_batch.run_micro_batch(self.engine, micro)
 
-    @register(Dispatch.ONE_TO_ALL)
-    def begin_snapshot(self, adapter_id: str, path: str) -> None:
-        """Copy the whole state of an adapter now and write it at `path` beside later calls (`finished_snapshots`)."""
-        self._snapshots.write(path, self.engine.snapshot_adapter(adapter_id, Path(path)))
-
-    @register(Dispatch.ONE_TO_ALL)
-    def finished_snapshots(self) -> dict[str, SavedSnapshot | TinsmithError]:
-        """What has been written since the last call, by path, or why not."""
-        return self._snapshots.take_finished()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def restore_snapshot(self, adapter_id: str, path: str, sha256: str) -> None:
-        """A new adapter from a snapshot. Raises `ModelLost` if the file is missing or damaged."""
-        self.engine.restore_adapter(adapter_id, Path(path), sha256)
-
 
 class TinkerActorRolloutRefWorker(ActorRolloutRefWorker):
     """The one-machine layout: trains by split primitives, samples and scores on a single copy of the base weights."""
@@ -89,6 +65,3 @@ class TinkerActorRolloutRefWorker(ActorRolloutRefWorker):
     forward_backward = by_actor(TinkerTrainingWorker.forward_backward)
     optimizer_step = by_actor(TinkerTrainingWorker.optimizer_step)
     run_micro_batch = by_actor(TinkerTrainingWorker.run_micro_batch)
-    begin_snapshot = by_actor(TinkerTrainingWorker.begin_snapshot)
-    finished_snapshots = by_actor(TinkerTrainingWorker.finished_snapshots)
-    restore_snapshot = by_actor(TinkerTrainingWorker.restore_snapshot)

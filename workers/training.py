@@ -9,17 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from engines.base import BaseEngine
+from schemas.errors import TinsmithError
 from schemas.fail_points import fail_point
 from schemas.operations import (
     LoraSpec,
     OptimizerType,
     SavedAdapter,
+    SavedSnapshot,
     StepParams,
     StepResult,
     TrainBatch,
     TrainResult,
 )
 from workers.dispatch import Dispatch, register
+from workers.snapshot_writer import SnapshotWriter
 
 
 class TrainingWorker:
@@ -31,6 +34,7 @@ class TrainingWorker:
 
     def __init__(self, engine: BaseEngine) -> None:
         self.engine = engine
+        self._snapshots = SnapshotWriter()
 
     @register(Dispatch.ONE_TO_ALL)
     def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
@@ -65,6 +69,21 @@ class TrainingWorker:
         )
         fail_point("load.done")
         return loaded
+
+    @register(Dispatch.ONE_TO_ALL)
+    def begin_snapshot(self, adapter_id: str, path: str) -> None:
+        """Copy the whole state of an adapter now and write it at `path` beside later calls (`finished_snapshots`)."""
+        self._snapshots.write(path, self.engine.snapshot_adapter(adapter_id, Path(path)))
+
+    @register(Dispatch.ONE_TO_ALL)
+    def finished_snapshots(self) -> dict[str, SavedSnapshot | TinsmithError]:
+        """What has been written since the last call, by path, or why not."""
+        return self._snapshots.take_finished()
+
+    @register(Dispatch.ONE_TO_ALL)
+    def restore_snapshot(self, adapter_id: str, path: str, sha256: str) -> None:
+        """A new adapter from a snapshot. Raises `ModelLost` if the file is missing or damaged."""
+        self.engine.restore_adapter(adapter_id, Path(path), sha256)
 
     @register(Dispatch.ONE_TO_ALL)
     def infer_batch(self, batch: TrainBatch) -> TrainResult:
