@@ -26,6 +26,8 @@ RECOVERING = "recovering"
 MAX_DEATHS = 5
 """How often an operation of a live model may be under way when the worker dies; from the first time on it runs alone,
 so that the next one blames nobody else."""
+CREATION = 0
+"""The seq_id of what makes a model."""
 _RETRY_SECONDS = 1.0
 """Pause before the log is asked again that could not be read."""
 
@@ -85,6 +87,15 @@ class History(Protocol):
     async def drop_snapshot(self, path: str) -> None:
         """Forget a snapshot that is damaged or was not recorded."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A model that may go on: what runs next, in order, and whether its adapter is on the worker."""
+
+    project_id: str
+    entries: list[Entry]
+    created: bool
 
 
 @dataclass(slots=True)
@@ -190,8 +201,9 @@ class Recovery:
         verb = "is" if record.total == 1 else "are"
         return f"{RECOVERING}: {record.done} of {record.total} {operations} of this model {verb} being executed again"
 
-    async def restore(self, model_id: str) -> tuple[str, list[Entry]] | None:
-        """Put a model back on the worker, which has nothing of it; returns its project and what runs next, in order.
+    async def restore(self, model_id: str) -> Restored | None:
+        """Put a model back on the worker, which has nothing of it. A creation that was cut off itself is not done here
+        but is what runs first.
 
         None if that is not possible now; it is tried again later. Raises `ModelLost`, `WorkerDied`.
         """
@@ -205,8 +217,9 @@ class Recovery:
             _log.warning("the log of model %s cannot be read now: %s", model_id, error.message)
             record.not_before = self._clock() + _RETRY_SECONDS
             return None
+        created = not any(entry.seq_id == CREATION and not entry.over for entry in record.cut_off)
         try:
-            applied_seq = await self._restore_state(model_id, past)
+            applied_seq = await self._restore_state(model_id, past) if created else CREATION
         except (WorkerDied, ModelLost):
             raise
         except TinsmithError as error:
@@ -224,7 +237,7 @@ class Recovery:
         _log.info("model %s: back at operation %d, %d are executed again", model_id, applied_seq, len(replays))
         if not replays:
             self._models.pop(model_id, None)
-        return past.project_id, sorted([*replays, *cut_off], key=lambda entry: entry.seq_id)
+        return Restored(past.project_id, sorted([*replays, *cut_off], key=lambda entry: entry.seq_id), created)
 
     async def _restore_state(self, model_id: str, past: Past) -> int:
         """Restore the newest snapshot that can be used, or create the model anew; returns the last seq_id in it."""
@@ -247,7 +260,7 @@ class Recovery:
         if not isinstance(creation, CreateModel | LoadWeights):
             raise lost(model_id, "the log does not say how it was created")
         await create_adapter(self._call, model_id, creation)
-        return 0
+        return CREATION
 
     def _replay(self, model_id: str, past: Past, old: PastOperation) -> Entry:
         """A settled operation as one that nobody is answered for."""

@@ -355,12 +355,14 @@ class TrainingLane:
         if self._models.get(model_id) is not model:
             self._adapters.free(model_id)
         elif restored is not None:
-            model.live = True
-            self._line.put_first(model_id, *restored)
+            model.live = restored.created
+            self._line.put_first(model_id, restored.project_id, restored.entries)
         return True
 
     def _try_again(self, model_id: str, error: TinsmithError) -> None:
         """An operation that had succeeded failed when it was executed again: from the beginning, or not at all."""
+        if not self._is_live(model_id):  # it could not even be created
+            return
         if not self._set_back(model_id, self._turns.close(model_id), died=True):
             self._give_up(model_id, error)
 

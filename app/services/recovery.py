@@ -18,7 +18,7 @@ from app.services.sampling import Sampling
 from app.services.training import Training
 from app.services.weights import Weights
 from schemas.errors import TinsmithError
-from store import checkpoints
+from store import checkpoints, sessions
 from store import operations as log
 from store import runs as run_rows
 from store import snapshots as snapshot_rows
@@ -26,6 +26,7 @@ from store.artifacts import Artifacts
 from store.bodies import Bodies
 from store.database import Store
 from store.records import OperationRecord, RunRecord
+from workers.recovery import CREATION
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,9 @@ class Recovery:
         await self._history.sweep_at_start()
         unfinished = await self._store.read(log.unfinished)
         for run in await self._store.read(run_rows.live_runs):
-            if await self._reopen(run, unfinished):
+            if await self._session_over(run):  # it ended, and the process did before its runs were closed
+                await self._runs.close_session(run.session_id)
+            elif await self._reopen(run, unfinished):
                 report.models += 1
             else:
                 await self._runs.mark_lost([run.model_id])
@@ -106,15 +109,23 @@ class Recovery:
             logger.warning("%s", report.text)
         return report
 
+    async def _session_over(self, run: RunRecord) -> bool:
+        session = await self._store.read(lambda db: sessions.get_session(db, run.project_id, run.session_id))
+        return session is None or session.state != "active"
+
     async def _reopen(self, run: RunRecord, unfinished: list[OperationRecord]) -> bool:
         """Have a run brought back; False if that is not possible: its base model is not served any more."""
         runtime = self._models.runtimes.get(run.base_model)
         if runtime is None:
             return False
+        cut_off: set[int] = set()
         if run.state == "creating":
-            return any(record.kind != SAMPLE and _model_of(record) == run.model_id for record in unfinished)
+            if not any(record.kind != SAMPLE and _model_of(record) == run.model_id for record in unfinished):
+                return False
+            cut_off.add(CREATION)
         next_seq, pending, refused = await self._store.read(lambda db: snapshot_rows.place_in_log(db, run.model_id))
-        runtime.reopen_model(run.model_id, next_seq, frozenset(seq for seq in pending if seq < next_seq))
+        cut_off.update(seq for seq in pending if seq < next_seq)
+        runtime.reopen_model(run.model_id, next_seq, frozenset(cut_off))
         for seq_id in refused:
             runtime.note_refused(run.model_id, seq_id)
         return True

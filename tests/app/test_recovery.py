@@ -1,0 +1,106 @@
+"""What a start does with what an earlier process left in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from sqlalchemy import text, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from app.settings import Settings
+from store.tables import Operation, Run, Session
+from tests.support.api import DATA, Api, serving
+
+MakeSettings = Callable[..., Settings]
+
+
+async def _set(api: Api, table: type, **values: object) -> None:
+    await api.edge.app.state.store.write(lambda db: db.execute(update(table).values(**values)))
+
+
+async def _delete(what: str, db: AsyncSession) -> None:
+    await db.execute(text(f"DELETE FROM {what}"))
+
+
+async def _unfinish(api: Api, *kinds: str) -> None:
+    """As if the process had died before these were executed."""
+    gone = {"result_inline": None, "result_ref": None, "settled_seq": None, "finished_at": None}
+    pending = update(Operation).where(Operation.kind.in_(kinds)).values(state="pending", **gone)
+    await api.edge.app.state.store.write(lambda db: db.execute(pending))
+
+
+async def test_every_kind_of_request_is_finished_by_the_next_process(tiny_settings: MakeSettings) -> None:
+    settings = tiny_settings()
+    async with serving(settings) as api:
+        session = await api.session()
+        model = await api.model(session)
+        await api.train(model, steps=2)
+        await api.do("save_weights", model_id=model, path="kept")
+        scores = await api.scores(model)
+        promises = {
+            "export": await api.submit("save_weights_external", model_id=model, path="out"),
+            "sampler": await api.submit("save_weights_for_sampler", model_id=model, sampling_session_seq_id=0),
+            "named": await api.submit("save_weights_for_sampler", model_id=model, path="named"),
+            "unload": await api.submit("unload_model", model_id=model),
+        }
+        results = {name: await api.result(promise) for name, promise in promises.items()}
+        await _unfinish(api, "save_weights_external", "save_weights_for_sampler", "unload_model")
+        await _set(api, Run, state="ready")
+        store = api.edge.app.state.store
+        new = "WHERE checkpoint_id NOT IN (SELECT checkpoint_id FROM checkpoints WHERE name = 'kept')"
+        for what in ("samplers", f"stored_checkpoints {new}", f"checkpoints {new}"):
+            await store.write(partial(_delete, what))
+    async with serving(settings) as api:
+        for name, promise in promises.items():
+            assert await api.result(promise) == results[name], name
+        sampler = results["sampler"]["sampling_session_id"]
+        drawn = await api.do(
+            "asample",
+            sampling_session_id=sampler,
+            prompt=[*DATA[0]["model_input"], 9],
+            prompt_logprobs=True,
+            sampling_params={"max_tokens": 1},
+        )
+        assert max(abs(a - b) for a, b in zip(scores[0], drawn["prompt_logprobs"][1:], strict=True)) < 1e-3
+        answer = await api.post("optim_step", model_id=model, adam_params={})
+        assert answer.json()["error"]["code"] == "model_unloaded"
+
+
+async def test_creations_that_were_cut_off_are_made_by_the_next_process(tiny_settings: MakeSettings) -> None:
+    settings = tiny_settings()
+    async with serving(settings) as api:
+        session = await api.session()
+        model = await api.model(session)
+        await api.train(model)
+        path = (await api.do("save_weights", model_id=model, path="kept"))["path"]
+        scores = await api.scores(model)
+        load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+        made = await api.submit("load_weights", **load)
+        assert "error" not in await api.result(made)
+        await _unfinish(api, "create_model", "load_weights")
+        await _set(api, Run, state="creating")
+    async with serving(settings) as api:
+        copy = (await api.result(made))["model_id"]
+        assert await api.scores(copy) == scores
+        assert await api.scores(model) == scores
+
+
+async def test_runs_of_a_session_that_is_over_are_closed(tiny_settings: MakeSettings) -> None:
+    settings = tiny_settings()
+    async with serving(settings) as api:
+        model = await api.model()
+        await _set(api, Session, state="finished")
+    async with serving(settings) as api:
+        run = await api.edge.app.state.store.read(lambda db: db.get(Run, model))
+        assert run.state == "closed"
+
+
+async def test_a_run_whose_base_model_is_not_served_any_more_is_lost(tiny_settings: MakeSettings) -> None:
+    settings = tiny_settings()
+    async with serving(settings) as api:
+        model = await api.model()
+        await _set(api, Run, base_model="acme/gone")
+    async with serving(settings) as api:
+        answer = await api.post("optim_step", model_id=model, adam_params={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "model_lost")
