@@ -144,8 +144,9 @@ class Settings(BaseSettings):
     )
     turn_timeout: Seconds = Field(
         900.0,
-        description="Seconds after which a turn of training or sampling counts as hung: its worker is ended and started "
-        "again, and what was under way runs again. A turn takes seconds; on a machine that swaps it may take minutes.",
+        description="Seconds after which a turn of training or sampling counts as hung: its worker is ended and "
+        "started again, and what was under way runs again. A turn takes seconds; on a machine that swaps it may take "
+        "minutes.",
     )
     snapshot_operations: Count = Field(
         64,
