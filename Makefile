@@ -19,8 +19,8 @@ serve: setup  ## start the server on 127.0.0.1 with the default model
 demo: setup  ## fine-tune on a few poems, with a server running
 	$(VENV)/bin/tinsmith demo $(ARGS)
 
-test: setup  ## run all tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: setup  ## run all tests, in two processes
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: setup  ## style, imports and types
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy

@@ -1,0 +1,18 @@
+"""How the tests are shared by processes (`pytest -n 2 --dist loadgroup`): files stay whole, and so do the folders whose
+tests share one server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+TOGETHER = {"docs", "e2e"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        place = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path
+        folder = place.parts[0]
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(place)))
