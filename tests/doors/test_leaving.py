@@ -67,9 +67,9 @@ def test_a_cut_at_each_of_the_first_events_leaves_the_server_well(doors: Doors) 
                 if number >= cut:
                     break
     assert _wait_for_end(doors, 5) is not None
-    answer = doors.openai().completions.create(model=MODEL, prompt="abc", max_tokens=2)
+    answer = doors.openai().completions.create(model=MODEL, prompt="abc", max_tokens=2, temperature=0)
     assert answer.usage is not None
-    assert answer.usage.completion_tokens == 2
+    assert 1 <= answer.usage.completion_tokens <= 2  # its end of sequence may come first
 
 
 def test_tokens_are_counted_for_the_project_and_no_session(doors: Doors) -> None:

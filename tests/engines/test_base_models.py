@@ -285,9 +285,11 @@ def test_the_built_in_model_is_converted_once_and_samples(tmp_path: Path, monkey
     requests = {str(i): Sample(np.array(p), SamplingParams(6, 0.0)) for i, p in enumerate(prompts)}
     requests["chat"] = Sample(np.array(question), SamplingParams(40, 0.0))
     requests["string"] = Sample(np.array(question), SamplingParams(40, 0.0, stop=("apital of Fr",)))
-    running, ended = engine.start(requests), {}
-    while running.active:
-        ended.update(running.step(8))
+    for name, request in requests.items():
+        engine.add(name, request)
+    ended = {}
+    while engine.load.active:
+        ended |= engine.step().ended
     results = {name: result for name, result in ended.items() if isinstance(result, SampleResult)}
     assert [results[str(i)].sequences[0].tokens.tolist() for i in range(2)] == expected
     answer = results["chat"].sequences[0]

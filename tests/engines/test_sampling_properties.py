@@ -371,7 +371,7 @@ def test_a_cancelled_sample_does_not_take_an_adapter_from_one_that_waits(crowd: 
 
 def test_waiting_for_adapters_ends_with_the_first_one() -> None:
     def read(folder: Path) -> Any:
-        time.sleep(0.6 if folder.name == "slow" else 0.0)
+        time.sleep(3.0 if folder.name == "slow" else 0.3)
         return object()
 
     adapters = AdapterCache(read, 2)
@@ -379,7 +379,7 @@ def test_waiting_for_adapters_ends_with_the_first_one() -> None:
         adapters.ask(name)
     began = time.monotonic()
     adapters.wait(5)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2.5
     assert adapters.ask("quick")
 
 
