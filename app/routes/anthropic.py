@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from app.codec.forward_backward import JSON
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.error_shapes import anthropic_error
-from app.routes.doors import EventStream, disconnection, read_door
+from app.routes.doors import read_door, respond
 from app.services.doors.sse import event
 from schemas.errors import InvalidRequest
 from schemas.http.anthropic import CountTokensRequest, MessageResponse, MessagesRequest, TokenCount
@@ -31,14 +31,14 @@ async def anthropic_messages(
     body = await read_door(request, settings, MessagesRequest)
     door = services.anthropic
     accepted = await door.begin(principal.project_id, body)
-    gone = disconnection(request)
-    if body.stream:
-        return EventStream(request, accepted.answer, door.events(accepted, gone), _failed)
-    try:
-        whole = await door.whole(accepted, gone)
-    finally:
-        accepted.answer.close()
-    return Response(whole.model_dump_json(), media_type=JSON)
+    return await respond(
+        request,
+        accepted.answer,
+        stream=bool(body.stream),
+        events=partial(door.events, accepted),
+        whole=partial(door.whole, accepted),
+        failed=_failed,
+    )
 
 
 @router.post("/messages/count_tokens", operation_id="anthropic_count_tokens")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from fastapi import Request
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from app.codec import media_type, parse_json, read_body
@@ -104,6 +104,26 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answer.close()
+
+
+async def respond(
+    request: Request,
+    answer: TextAnswer,
+    *,
+    stream: bool,
+    events: Callable[[Disconnected], AsyncGenerator[bytes]],
+    whole: Callable[[Disconnected], Awaitable[BaseModel]],
+    failed: Callable[[int, Mapping[str, Any]], bytes],
+) -> Response:
+    """An accepted answer, as events or as one document. Raises what `whole` raises; the answer is closed anyway."""
+    gone = disconnection(request)
+    if stream:
+        return EventStream(request, answer, events(gone), failed)
+    try:
+        document = await whole(gone)
+    finally:
+        answer.close()
+    return Response(document.model_dump_json(), media_type=JSON)
 
 
 async def _until_error(

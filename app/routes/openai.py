@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 
-from app.codec.forward_backward import JSON
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.error_shapes import openai_error
-from app.routes.doors import EventStream, disconnection, read_door
+from app.routes.doors import read_door, respond
 from app.services import Services
 from app.services.doors.models import ListedModel
 from app.services.doors.sse import event
@@ -66,14 +66,14 @@ async def _answer(
 ) -> Response:
     door = services.openai
     accepted = await door.begin(project_id, body)
-    gone = disconnection(request)
-    if body.stream:
-        return EventStream(request, accepted.answer, door.chunks(accepted, gone), _failed)
-    try:
-        whole = await door.whole(accepted, gone)
-    finally:
-        accepted.answer.close()
-    return Response(whole.model_dump_json(), media_type=JSON)
+    return await respond(
+        request,
+        accepted.answer,
+        stream=bool(body.stream),
+        events=partial(door.chunks, accepted),
+        whole=partial(door.whole, accepted),
+        failed=_failed,
+    )
 
 
 def _failed(status: int, body: Mapping[str, Any]) -> bytes:

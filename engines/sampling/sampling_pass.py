@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from engines.lora import AdapterWeights, Router, Segments
 from engines.sampling.holders import AnyHolder
 from engines.sampling.kv import GROWTH, Holder
-from engines.torch_engine.attention import capped_attention, check_known, visible
+from engines.torch_engine.attention import attending, capped_attention, check_known, sequences, visible
 from engines.torch_engine.head import OutputHead
 from engines.torch_engine.packing import Filling
 from schemas.errors import EngineFailure
@@ -129,13 +129,12 @@ class SamplingPass:
 
     @contextmanager
     def _attention(self, spans: Sequence[tuple[Span, int]]) -> Iterator[None]:
-        config = self._model.config
-        former, outer = config._attn_implementation, _Current.spans
-        config._attn_implementation, _Current.spans = _NAME, spans
+        outer, _Current.spans = _Current.spans, spans
         try:
-            yield
+            with attending(self._model, _NAME):
+                yield
         finally:
-            config._attn_implementation, _Current.spans = former, outer
+            _Current.spans = outer
 
 
 def _places(span: Span) -> Tensor:
@@ -180,17 +179,11 @@ def attend(
     output = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
     for span, start in spans:
         rows, length = span.tokens.shape
-        q, k, v = (_rows(tensor, start, rows, length) for tensor in (query, key, value))
+        q, k, v = (sequences(tensor, start, rows, length) for tensor in (query, key, value))
         keys, values = span.holder.write(layer, k, v)
         out = _causal(q, keys, values, scaling, softcap, sliding_window)
         output[start : start + span.count] = out.transpose(1, 2).reshape(span.count, *output.shape[1:])
     return output.unsqueeze(0), None
-
-
-def _rows(tensor: Tensor, start: int, rows: int, length: int) -> Tensor:
-    """[1, heads, T, d] -> [rows, heads, length, d]."""
-    part = tensor[0, :, start : start + rows * length]
-    return part.reshape(part.shape[0], rows, length, part.shape[-1]).transpose(0, 1)
 
 
 def _causal(
@@ -210,7 +203,7 @@ def _causal(
         part, seen_keys, seen_values = q[:, :, start - first : stop - first], keys[:, :, :stop], values[:, :, :stop]
         mask = None
         if stop - start > 1 or (window is not None and stop > window) or softcap is not None:
-            mask = visible(stop, window, q.device)[start:]
+            mask = visible(stop, window, q.device, start)
         if softcap is not None and mask is not None:
             pieces.append(capped_attention(part, seen_keys, seen_values, mask, scaling, softcap))
         else:

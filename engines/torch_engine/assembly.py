@@ -24,8 +24,6 @@ from schemas.operations import BaseModelInfo, LoraSpec
 
 _log = logging.getLogger(__name__)
 
-_PROBED_ROWS = 2048
-
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
@@ -70,7 +68,7 @@ def _align(run: TrainingPass, model: Any, exact: bool) -> None:
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
     unit, block = choose_rows(linear.weight for linear in linears)
     filling = filling_for(model, unit)
-    if exact and not filling.suits(_PROBED_ROWS):
+    if exact and not filling.suits():
         run.packs = False
         return
     run.filling, run.router.row_block, run.router.row_unit = filling, block, unit

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from engines.torch_engine.packing import Pack, Run
+from engines.torch_engine.packing import Pack
 from schemas.errors import EngineFailure
 
 _NAME = "tinsmith_packed"
@@ -32,14 +32,23 @@ class _Current:
 @contextmanager
 def packed(model: Any, pack: Pack) -> Iterator[None]:
     """Passes inside (and their backward passes) attend within the sequences of this pack."""
+    outer, _Current.pack = _Current.pack, pack
+    try:
+        with attending(model, _NAME):
+            yield
+    finally:
+        _Current.pack = outer
+
+
+@contextmanager
+def attending(model: Any, name: str) -> Iterator[None]:
+    """Passes inside look their attention up by this name."""
     config = model.config
     former = config._attn_implementation
-    config._attn_implementation = _NAME
-    outer, _Current.pack = _Current.pack, pack
+    config._attn_implementation = name
     try:
         yield
     finally:
-        _Current.pack = outer
         config._attn_implementation = former
 
 
@@ -79,7 +88,7 @@ def attend(
     check_known(unused)
     outputs = []
     for run in pack.runs:
-        q, k, v = (_sequences(tensor, run) for tensor in (query, key, value))
+        q, k, v = (sequences(tensor, run.start, run.count, run.length) for tensor in (query, key, value))
         if softcap is not None:
             seen = visible(run.length, sliding_window, q.device)
             out = capped_attention(q, k, v, seen, scaling, softcap)
@@ -102,16 +111,16 @@ def check_known(arguments: Mapping[str, Any]) -> None:
             raise EngineFailure(f"attention over many sequences does not know {name}")
 
 
-def _sequences(tensor: Tensor, run: Run) -> Tensor:
-    """[1, heads, T, d] -> [count, heads, length, d], without a copy."""
-    part = tensor[0, :, run.start : run.stop]
-    return part.reshape(part.shape[0], run.count, run.length, part.shape[-1]).transpose(0, 1)
+def sequences(tensor: Tensor, start: int, count: int, length: int) -> Tensor:
+    """From row `start` of [1, heads, T, d], `count` sequences: [count, heads, length, d], without a copy."""
+    part = tensor[0, :, start : start + count * length]
+    return part.reshape(part.shape[0], count, length, part.shape[-1]).transpose(0, 1)
 
 
-def visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Boolean [length, length]: position i sees j <= i, the last `window` of them."""
+def visible(length: int, window: int | None, device: torch.device, first: int = 0) -> Tensor:
+    """Boolean [length - first, length]: position i, from `first` on, sees j <= i, the last `window` of them."""
     places = torch.arange(length, device=device)
-    distance = places[:, None] - places[None, :]
+    distance = places[first:, None] - places[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
 

@@ -107,20 +107,30 @@ def describe(model: Any, head: OutputHead) -> BaseModelInfo:
     Not known here, and left at their defaults: `packed`, `batch_invariant`, `memory` (`memory.estimate_memory`).
     """
     config = model.config.get_text_config()
-    generation = getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    eos = config.eos_token_id if eos is None else eos
     return BaseModelInfo(
         vocab_size=min(head.vocab_size, int(model.get_input_embeddings().weight.shape[0])),
-        context_length=int(getattr(config, "max_position_embeddings", None) or _UNBOUNDED_CONTEXT),
+        context_length=context_length(model),
         dtype=str(weights_dtype(model)).removeprefix("torch."),
         num_layers=int(config.num_hidden_layers),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (int(eos),),
+        eos_token_ids=eos_token_ids(model),
         adapter_families=available_families(model),
         micro_batch_tokens=micro_batch_tokens(model),
         peak_flops=peak_flops(model),
     )
+
+
+def context_length(model: Any) -> int:
+    """The most positions of a sequence."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or _UNBOUNDED_CONTEXT)
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """End-of-sequence ids: the generation config's if it names any, else the model config's."""
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if eos is None:
+        eos = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return tuple(int(token) for token in eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),)
 
 
 def micro_batch_tokens(model: Any) -> int:

@@ -107,7 +107,7 @@ class Filling:
                 return rows
         raise EngineFailure(f"{total} rows cannot be filled up for {self.threads} threads")
 
-    def suits(self, most: int) -> bool:
+    def suits(self, most: int = 2048) -> bool:
         """Whether there is an answer for any number of tokens up to `most`."""
         try:
             return all(self.rows(total) for total in range(1, most + 1, self.multiple))
