@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 ARGS ?=
 
-.PHONY: engine-venv setup serve demo test lint format bench compat clients cookbook docs openapi proto lock clean
+.PHONY: engine-venv setup serve demo test test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
@@ -21,6 +21,9 @@ demo: setup  ## fine-tune on a few poems, with a server running
 
 test: setup  ## run all tests, in two processes
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+test-exhaustive: setup  ## what takes minutes each: every kill, every moment, every layout
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m exhaustive $(ARGS)
 
 lint: setup  ## style, imports and types
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
