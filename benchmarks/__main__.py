@@ -3,6 +3,7 @@
 python -m benchmarks                     heartbeats while large bodies arrive
 python -m benchmarks training --help     training against transformers + peft
 python -m benchmarks sampling --help     sampling against generate of transformers, with peft for adapters
+python -m benchmarks soak                what a server keeps that works for 20 minutes: descriptors, memory, disk, rows
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from app.settings import DEFAULT_BASE_MODEL
-from benchmarks import heartbeats
+from benchmarks import heartbeats, soak
 from benchmarks.sampling import cases as sampling_cases
 from benchmarks.sampling import command as sampling_command
 from benchmarks.training import cases, command
@@ -29,11 +30,14 @@ def main() -> None:
     chosen.add_parser("heartbeats", help="latency of heartbeats while large bodies arrive")
     cases.arguments(chosen.add_parser("training", help="training against transformers + peft"))
     sampling_cases.arguments(chosen.add_parser("sampling", help="sampling against generate of transformers"))
+    soak.arguments(chosen.add_parser("soak", help="descriptors, threads, memory, disk and rows over 20 minutes"))
     given = parser.parse_args()
     if given.measurement == "training":
         command.run(given)
     elif given.measurement == "sampling":
         sampling_command.run(given)
+    elif given.measurement == "soak":
+        sys.exit(any(not figure.flat for figure in soak.run(given)))
     else:
         measure_heartbeats()
 

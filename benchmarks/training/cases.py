@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from app.settings import Settings
 from benchmarks.training.texts import Texts
 from benchmarks.training.work import Dtype, Example, Kind, Layout, SideSpec, Work
 
-CASES = ("equal", "ragged", "tenants", "clients", "overhead", "memory")
+CASES = ("equal", "ragged", "tenants", "clients", "overhead", "durability", "memory")
 Batches = Sequence[tuple[Example, ...]]
 
 
@@ -115,6 +116,7 @@ def build(options: Options) -> Iterator[Case]:
         "tenants": _tenants,
         "clients": _clients,
         "overhead": _overhead,
+        "durability": _durability,
         "memory": _memory,
     }
     for name in options.cases:
@@ -188,6 +190,23 @@ def _overhead(options: Options, texts: Texts) -> Iterator[Case]:
             (
                 Row(f"engine {dtype}", options.side("engine", dtype), baseline=True),
                 Row(f"server {dtype}", options.side("server", dtype)),
+            ),
+        )
+
+
+def _durability(options: Options, texts: Texts) -> Iterator[Case]:
+    """So many steps a round that the default settings take a snapshot in each: two operations a step."""
+    steps = Settings.model_fields["snapshot_operations"].default // 2
+    for dtype in options.dtypes:
+        server = options.side("server", dtype)
+        yield Case(
+            f"durability-{dtype}",
+            f"{steps} steps of 2 x {options.tenant_length} tokens: bare engine, with the log, with log and snapshots",
+            Work((texts.equal(2, options.tenant_length),), steps=steps),
+            (
+                Row(f"engine {dtype}", options.side("engine", dtype), baseline=True),
+                Row(f"server {dtype}, log only", replace(server, snapshots=False), baseline=True),
+                Row(f"server {dtype}", server),
             ),
         )
 

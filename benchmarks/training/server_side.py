@@ -17,6 +17,8 @@ from benchmarks.training.work import BETAS, EPS, LEARNING_RATE, Example, Outcome
 from tests.support.server import serve
 
 MODEL = "bench/model"
+NEVER = str(10**6)
+"""Operations, seconds and MiB that no benchmark reaches."""
 ADAM = types.AdamParams(learning_rate=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], eps=EPS)
 
 
@@ -33,8 +35,11 @@ class ServerSide:
             "--threads": str(spec.threads),
             "--log-level": "warning",
         }
+        if not spec.snapshots:
+            options |= dict.fromkeys(("--snapshot-operations", "--snapshot-seconds", "--snapshot-mib"), NEVER)
         arguments = [word for pair in options.items() for word in pair]
         server = self._stack.enter_context(serve(folder / "data", arguments))
+        self._snapshots = folder / "data" / "snapshots"
         service: Any = self._stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=server.key))
         self.clients: list[Any] = [
             service.create_lora_training_client(
@@ -53,7 +58,8 @@ class ServerSide:
                 mine += [client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)]
             sent.append(mine)
         results = [[future.result() for future in mine] for mine in sent]
-        return Outcome(tuple(mine[0].metrics["loss:sum"] for mine in results))
+        kept = float(len(list(self._snapshots.iterdir()))) if self._snapshots.exists() else 0.0
+        return Outcome(tuple(mine[0].metrics["loss:sum"] for mine in results), {"snapshots kept": kept})
 
     def cpu_seconds(self) -> float:
         """The SDK's process, the server and its workers."""

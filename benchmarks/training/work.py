@@ -62,6 +62,8 @@ class SideSpec:
     unembed: bool = False
     checkpointing: bool = False
     gemm_rows: int = 1024
+    snapshots: bool = True
+    """Whether a server takes snapshots, by its default settings; the log is always kept."""
 
 
 @dataclass(frozen=True, slots=True)
