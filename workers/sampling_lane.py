@@ -35,6 +35,9 @@ READY_INSIDE = 4
 enough that the order between projects is decided here."""
 PREFETCHED = 16
 """Waiting samples that are in memory at most, so that reading them back does not hold up the worker."""
+STREAM_TURN = 0.03
+"""Seconds of a turn while somebody reads along: tokens are told at the end of a turn. Where a step takes as long, each
+token is told when it is drawn; where it takes less, the way to the worker still costs little."""
 
 
 @dataclass(slots=True)
@@ -120,8 +123,7 @@ class SamplingLane:
         if not self._running and not self._cancelled:
             return False
         cancelled, self._cancelled = self._cancelled, {}
-        # A batch that begins with the first sample of a burst is short, so that the others need not wait for it.
-        turn = SampleTurn(added, tuple(cancelled), steps=1 if idle else self._steps, seconds=0.0 if idle else seconds)
+        turn = SampleTurn(added, tuple(cancelled), *self._length(idle, seconds))
         began = self._clock()
         try:
             result: SampleTurnResult = await self._call("sample_turn", turn)
@@ -136,6 +138,17 @@ class SamplingLane:
         self._load = result.load
         self._settle(result)
         return True
+
+    def _length(self, idle: bool, seconds: float) -> tuple[int, float]:
+        """The least number of steps and seconds of a turn.
+
+        A batch that begins with the first sample of a burst is short, so that the others need not wait for it.
+        """
+        if idle:
+            return 1, 0.0
+        if any(running.entry.ticket.progress is not None for running in self._running.values()):
+            return 1, min(seconds, STREAM_TURN)
+        return self._steps, seconds
 
     def requeue(self) -> list[tuple[Entry, TinsmithError]]:
         """The worker died: put what was running back in line; returns those that were lost too often."""

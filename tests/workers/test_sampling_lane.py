@@ -18,7 +18,7 @@ from tests.support.inline_group import InlineWorkerGroup
 from tests.support.toy_worker import INFO, RAISE_PROMPT, REFUSE_PROMPT, ToyEngine, ToySampler
 from tests.workers.harness import batch, create, running, sample, toy_group, until, value
 from workers.runtime import ModelRuntime, Ticket
-from workers.sampling_lane import PREFETCHED, READY_INSIDE
+from workers.sampling_lane import PREFETCHED, READY_INSIDE, STREAM_TURN
 from workers.tinker import TinkerActorRolloutRefWorker
 
 
@@ -172,6 +172,25 @@ async def test_a_stream_tells_every_token_once_before_the_result() -> None:
         for index, sequence in enumerate(result.sequences):
             assert listener.tokens[index] == list(sequence.tokens)
         assert [list(one.tokens) for one in quiet.sequences] == [list(one.tokens) for one in result.sequences]
+
+
+async def test_a_stream_of_slow_steps_tells_each_token_when_it_is_drawn() -> None:
+    group = toy_group(step_seconds=1.5 * STREAM_TURN)
+    async with running(group, decode_slice=8) as (_, client, _lost):
+        listener = Listener()
+        quiet = client.submit(sample(tokens=12))
+        await value(client.submit(sample(tokens=12), progress=listener))
+        assert listener.calls == len(listener.tokens[0]) == 12
+        await value(quiet)
+
+
+async def test_steps_that_take_no_time_share_a_turn_of_a_stream() -> None:
+    group = toy_group(step_seconds=0.0001)
+    async with running(group) as (_, client, _lost):
+        listener = Listener()
+        await value(client.submit(sample(tokens=400), progress=listener))
+        assert len(listener.tokens[0]) == 400
+        assert listener.calls < 200
 
 
 async def test_a_stream_goes_on_after_its_worker_died_without_telling_anything_twice() -> None:
