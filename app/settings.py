@@ -261,6 +261,13 @@ class Settings(BaseSettings):
     result_retention_undelivered: float = Field(
         172800.0, ge=600, allow_inf_nan=False, description="Seconds that a result nobody has fetched is kept."
     )
+    log_retention: float = Field(
+        604800.0,
+        ge=600,
+        allow_inf_nan=False,
+        description="Seconds after the end of a session until the lines of its operations go, which tell a late repeat "
+        "of a request from a new one and make the timeline of its trace. Usage and the audit log stay.",
+    )
     stability_retention: float = Field(
         172800.0,
         ge=600,

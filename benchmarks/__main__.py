@@ -4,6 +4,7 @@ python -m benchmarks                     heartbeats while large bodies arrive
 python -m benchmarks training --help     training against transformers + peft
 python -m benchmarks sampling --help     sampling against generate of transformers, with peft for adapters
 python -m benchmarks soak                what a server keeps that works for 20 minutes: descriptors, memory, disk, rows
+python -m benchmarks scale               the control plane with up to 1,000 training runs and 10,000 waiting futures
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from app.settings import DEFAULT_BASE_MODEL
 from benchmarks import heartbeats, soak
 from benchmarks.sampling import cases as sampling_cases
 from benchmarks.sampling import command as sampling_command
+from benchmarks.scale import command as scale
 from benchmarks.training import cases, command
 from tests.support.server import serve
 
@@ -31,6 +33,7 @@ def main() -> None:
     cases.arguments(chosen.add_parser("training", help="training against transformers + peft"))
     sampling_cases.arguments(chosen.add_parser("sampling", help="sampling against generate of transformers"))
     soak.arguments(chosen.add_parser("soak", help="descriptors, threads, memory, disk and rows over 20 minutes"))
+    scale.arguments(chosen.add_parser("scale", help="the control plane with up to 1,000 training runs"))
     given = parser.parse_args()
     if given.measurement == "training":
         command.run(given)
@@ -38,6 +41,8 @@ def main() -> None:
         sampling_command.run(given)
     elif given.measurement == "soak":
         sys.exit(any(not figure.flat for figure in soak.run(given)))
+    elif given.measurement == "scale":
+        scale.run(given)
     else:
         measure_heartbeats()
 

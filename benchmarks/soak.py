@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -34,9 +35,13 @@ from tests.support.tiny_model import make_tiny_model
 MODEL = "bench/tiny"
 RETENTION = (
     *("--sweep-interval", "2", "--snapshot-operations", "8"),
-    *("--result-retention-delivered", "600", "--result-retention-undelivered", "600"),
+    *("--result-retention-delivered", "600", "--result-retention-undelivered", "600", "--log-retention", "600"),
 )
 """The shortest that there are: what is collected at all is collected within the first half of 20 minutes."""
+CLOSE_SECONDS = 30.0
+"""The SDK waits for its heartbeat when it closes; now and then the cancellation is lost, and it would wait for ever."""
+PACE = 10.0
+"""Seconds from one session of a client to its next: the same amount of work is remembered at every look."""
 SLACK = {"descriptors": 8, "threads": 4, "memory MiB": 24, "disk MiB": 8, "files": 60, "rows": 400}
 """What a figure may grow beside a tenth: the work in flight is not the same at every look."""
 
@@ -106,9 +111,13 @@ def _soak(server: RunningServer, seconds: float, clients: int) -> tuple[list[dic
 def _client(server: RunningServer, seed: int, over: threading.Event, finished: Callable[[], int]) -> None:
     """Sessions, one after the other, until told to stop."""
     while not over.is_set():
-        with tinker.ServiceClient(base_url=server.url, api_key=server.key) as service:
-            _session(server, service, seed)
+        began = time.monotonic()
+        service = tinker.ServiceClient(base_url=server.url, api_key=server.key)
+        _session(server, service, seed)
+        with suppress(TimeoutError):
+            service.close("success").result(timeout=CLOSE_SECONDS)
         finished()
+        over.wait(max(0.0, PACE - (time.monotonic() - began)))
 
 
 def _session(server: RunningServer, service: Any, seed: int) -> None:
@@ -159,8 +168,8 @@ def _size(path: Path) -> int | None:
 
 
 def _rows(database: Path) -> dict[str, float]:
-    """Rows that are working state. Sessions, runs and usage are the record of what was done: they are to grow."""
-    tables = ("operations", "snapshots", "checkpoints", "samplers")
+    """Rows that are working state. Sessions, runs, samplers and usage are the record of what was done."""
+    tables = ("operations", "snapshots", "checkpoints")
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=30)
     try:
         return {f"{name} rows": connection.execute(f"SELECT COUNT(*) FROM {name}").fetchone()[0] for name in tables}

@@ -108,6 +108,8 @@ class ServiceSettings(Protocol):
     @property
     def keep_undelivered(self) -> float: ...
     @property
+    def log_retention(self) -> float: ...
+    @property
     def stability_retention(self) -> float: ...
     @property
     def sweep_interval(self) -> float: ...
@@ -277,6 +279,7 @@ def build_services(
         session_timeout=settings.session_timeout,
         keep_delivered=settings.keep_delivered,
         keep_undelivered=settings.keep_undelivered,
+        keep_lines=settings.log_retention,
         clock=clock,
     )
     recovery = Recovery(

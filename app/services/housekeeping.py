@@ -24,6 +24,7 @@ from store import operations as log
 from store import sessions
 from store.bodies import Bodies
 from store.database import Store
+from store.forgetting import forget_operations
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Housekeeping:
         interval: seconds between sweeps.
         session_timeout: seconds of silence after which a session ends.
         keep_delivered, keep_undelivered: seconds that results are kept.
+        keep_lines: seconds that lines of the log are kept after the end of their session.
         clock: the time, aware UTC.
         monotonic: seconds of a clock that nobody sets.
     """
@@ -57,6 +59,7 @@ class Housekeeping:
         session_timeout: float,
         keep_delivered: float,
         keep_undelivered: float,
+        keep_lines: float,
         clock: Callable[[], datetime],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,6 +75,7 @@ class Housekeeping:
         self._session_timeout = timedelta(seconds=session_timeout)
         self._keep_delivered = timedelta(seconds=keep_delivered)
         self._keep_undelivered = timedelta(seconds=keep_undelivered)
+        self._keep_lines = timedelta(seconds=keep_lines)
         self._clock = clock
         self._seen: dict[str, datetime] = {}
         self._monotonic = monotonic
@@ -103,6 +107,7 @@ class Housekeeping:
             self.write_activity,
             self._expire_sessions,
             self._expire_results,
+            self._forget_operations,
             self._saved.sweep_expired,
             self._stability.sweep,
             self._history.sweep,
@@ -172,3 +177,8 @@ class Housekeeping:
         )
         if refs:
             await self._bodies.delete(refs)
+
+    async def _forget_operations(self) -> None:
+        now = self._clock()
+        if self._jumped is None or now - self._jumped >= self._keep_delivered:
+            await self._store.write(lambda db: forget_operations(db, now - self._keep_lines))
