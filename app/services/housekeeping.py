@@ -22,6 +22,7 @@ from app.services.runs import Runs
 from app.services.stability import Stability
 from store import operations as log
 from store import sessions
+from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 
@@ -51,6 +52,7 @@ class Housekeeping:
         futures: Futures,
         runs: Runs,
         saved: Checkpoints,
+        artifacts: ArtifactStore,
         stability: Stability,
         history: ModelHistory,
         interval: float,
@@ -66,6 +68,7 @@ class Housekeeping:
         self._futures = futures
         self._runs = runs
         self._saved = saved
+        self._artifacts = artifacts
         self._stability = stability
         self._history = history
         self._interval = interval
@@ -104,6 +107,7 @@ class Housekeeping:
             self._expire_sessions,
             self._expire_results,
             self._saved.sweep_expired,
+            self._artifacts.collect,
             self._stability.sweep,
             self._history.sweep,
         ]
