@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx
+import boto3
 
 from tests.support.server import free_port
 
@@ -57,7 +58,7 @@ class ObjectServer:
             except OSError:
                 time.sleep(0.05)
             else:
-                assert httpx.put(f"{self.endpoint}/{BUCKET}", timeout=30).status_code == 200
+                self._client().create_bucket(Bucket=BUCKET)
                 return
         raise AssertionError("the object server did not start")
 
@@ -82,21 +83,26 @@ class ObjectServer:
 
     def keys(self, prefix: str) -> list[str]:
         """All keys below a prefix, without it."""
-        answer = httpx.get(f"{self.endpoint}/{BUCKET}", params={"list-type": "2", "prefix": f"{prefix}/"}, timeout=30)
-        assert answer.status_code == 200
-        assert "<IsTruncated>false" in answer.text
-        found = [part.partition("</Key>")[0] for part in answer.text.split("<Key>")[1:]]
-        return sorted(key.removeprefix(f"{prefix}/") for key in found)
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{prefix}/")
+        return sorted(one["Key"].removeprefix(f"{prefix}/") for page in pages for one in page.get("Contents", ()))
 
     def read(self, prefix: str, key: str) -> bytes:
         """The content of an object."""
-        answer = httpx.get(f"{self.endpoint}/{BUCKET}/{prefix}/{key}", timeout=30)
-        assert answer.status_code == 200, answer.text
-        return answer.content
+        return bytes(self._client().get_object(Bucket=BUCKET, Key=f"{prefix}/{key}")["Body"].read())
 
     def write(self, prefix: str, key: str, content: bytes) -> None:
         """Put an object behind everybody's back."""
-        assert httpx.put(f"{self.endpoint}/{BUCKET}/{prefix}/{key}", content=content, timeout=30).status_code == 200
+        self._client().put_object(Bucket=BUCKET, Key=f"{prefix}/{key}", Body=content)
+
+    def _client(self) -> Any:
+        """AWS's own client: another one than the product's."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=SECRET,
+        )
 
 
 @contextmanager
