@@ -21,6 +21,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 OWNER_FILE = "artifacts_owner"
 """In the data folder, and not in its backups: the name under which it owns the storage's prefix."""
+STRAY_SECONDS = 3600.0
+"""How long what no row names is left alone, unless this very server was writing it."""
 RECENT_SECONDS = 60.0
 """How long a copy stays after its last use, whatever room is wanted: who asked for it is about to read it."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -58,6 +61,7 @@ class ObjectArtifacts:
         data_dir: the data folder, which exists; copies are in its folder `checkpoints`.
         url: the storage's name, to be remembered in the data folder.
         cache_bytes: what copies may take together. Those that are held, or were used within `recent` seconds, stay.
+        stray_seconds: age from which what no row names is removed at a start.
         clock: monotonic seconds.
     """
 
@@ -69,6 +73,7 @@ class ObjectArtifacts:
         *,
         cache_bytes: int,
         recent: float = RECENT_SECONDS,
+        stray_seconds: float = STRAY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._data_dir = data_dir
@@ -77,6 +82,7 @@ class ObjectArtifacts:
         self._disk = FolderArtifacts(data_dir)
         self._cache_bytes = cache_bytes
         self._recent = recent
+        self._stray_seconds = stray_seconds
         self._clock = clock
         self._copies: OrderedDict[str, tuple[int, float]] = OrderedDict()
         """Folders that are here and in the storage: bytes, and when last used; the one used longest ago first."""
@@ -304,7 +310,7 @@ class ObjectArtifacts:
 
     async def _remove(self, folder_name: str) -> None:
         await self._storage.delete([_complete_key(folder_name)])
-        await self._storage.delete(await self._storage.objects(f"checkpoints/{folder_name}"))
+        await self._storage.delete(list(await self._storage.objects(f"checkpoints/{folder_name}")))
 
     async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
         """Make the disk, the storage and the rows agree. See `ArtifactStore`.
@@ -331,11 +337,19 @@ class ObjectArtifacts:
         self._copies = OrderedDict((name, (size, now)) for name, size in here.items())
         await self._make_room(0)
         if self._owner:
-            strays = sorted(name for name in stored - set(keep) if _FOLDER_NAME.fullmatch(name))
+            cut_off = {name for name in stored - set(keep) if any(name in path for path in swept)}
+            others = [name for name in stored - set(keep) - cut_off if _FOLDER_NAME.fullmatch(name)]
+            strays = sorted([*cut_off, *[name for name in others if await self._is_old(name)]])
             self._doomed.update(strays)
             await self.collect()
             swept += [name for name in strays if name not in swept]
         return swept
+
+    async def _is_old(self, folder_name: str) -> bool:
+        """Whether nothing was written to a folder lately: else another server may be about to write its row."""
+        before = datetime.now(UTC) - timedelta(seconds=self._stray_seconds)
+        written = await self._storage.objects(f"checkpoints/{folder_name}")
+        return all(time <= before for time in written.values())
 
     def _on_disk(self, keep: Collection[str]) -> dict[str, int]:
         """The folders that rows name and that are here, oldest first, with their bytes."""

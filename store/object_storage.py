@@ -145,9 +145,14 @@ class ObjectStorage:
         found = await self._run(obstore.list_with_delimiter, self._store, prefix)
         return [name.rpartition("/")[2] for name in found["common_prefixes"]]
 
-    async def objects(self, prefix: str) -> list[str]:
-        """The keys of all objects below `prefix`."""
-        return await self._run(lambda: [one["path"] for one in obstore.list(self._store, f"{prefix}/").collect()])
+    async def objects(self, prefix: str) -> dict[str, datetime]:
+        """The keys of all objects below `prefix`, and when each was written."""
+
+        def collect() -> dict[str, datetime]:
+            found = obstore.list(self._store, f"{prefix}/").collect()
+            return {one["path"]: one["last_modified"] for one in found}
+
+        return await self._run(collect)
 
     async def copy(self, source: str, target: str) -> None:
         """Copy an object inside the storage. Raises `NotFound`."""
