@@ -2,8 +2,8 @@
 
 Used by `make setup`. pip's own choice is kept when it is already a CPU build, or when the platform has only one build
 (macOS, Arm). On x86-64 Linux pip would fetch a CUDA build of several GB on every machine; there `uv` picks the backend
-by looking at the driver (`--torch-backend=auto`). Set TINSMITH_TORCH_BACKEND (`cpu`, `cu128`, ...) to choose by hand, or
-to `default` for pip's own choice, whatever this machine has.
+by looking at the driver (`--torch-backend=auto`). Set TINSMITH_TORCH_BACKEND (`cpu`, `cu128`, ...) to choose by hand,
+or to `default` for pip's own choice, whatever this machine has.
 """
 
 from __future__ import annotations

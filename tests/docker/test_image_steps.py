@@ -5,6 +5,7 @@ No container engine is needed: the root is this machine's, with a layer above it
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -77,7 +78,9 @@ def _script(sources: Path, data: Path, port: int) -> str:
 
 def _steps(stage: Stage, line: list[Stage], sources: Path) -> Iterator[str]:
     """The steps of one stage. A stage that is the parent of both lines is done twice, which changes nothing."""
-    folder, settings = "/", environment(line)
+    inherited = [text for one in line[: line.index(stage)] for kind, text in one.steps if kind == "WORKDIR"]
+    folder, settings = ["/", *inherited][-1], environment(line)
+    outside = {name: value for name, value in os.environ.items() if re.match(r"(?i)PIP_|SSL_|.*_PROXY$", name)}
     for kind, text in stage.steps:
         if kind == "WORKDIR":
             folder = text
@@ -89,7 +92,7 @@ def _steps(stage: Stage, line: list[Stage], sources: Path) -> Iterator[str]:
             yield f"mkdir -p {place}" if many else f"mkdir -p $(dirname {place})"
             yield f"cp -r {' '.join(str(sources / file) for file in files)} {place}"
         elif kind == "RUN":
-            pairs = [f"{name}={shlex.quote(value)}" for name, value in {**settings, "HOME": "/root"}.items()]
+            pairs = [f"{name}={shlex.quote(value)}" for name, value in {**outside, **settings, "HOME": "/root"}.items()]
             given = " ".join(pairs)
             yield f"chroot /mnt/root env -i {given} sh -c {shlex.quote(f'cd {folder} && {text}')}"
 
