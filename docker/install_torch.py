@@ -48,7 +48,7 @@ def main() -> int:
         return 0
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     backend = os.environ.get("TINSMITH_TORCH_BACKEND", "auto")
-    if backend == "default" or (backend == "auto" and not pip_would_take_cuda()):
+    if backend == "default" or (backend in ("auto", "cpu") and not pip_would_take_cuda()):
         command = [*pip, TORCH]
     else:
         subprocess.run([*pip, "uv==0.13.9"], check=True)

@@ -55,14 +55,15 @@ def _script(sources: Path, data: Path, port: int) -> str:
         "mount --rbind /dev /mnt/root/dev && mount -t proc proc /mnt/root/proc",
         "mount -t tmpfs -o mode=1777,size=2g none /mnt/root/tmp",
         "rm -rf /mnt/root/opt/tinsmith /mnt/root/src /mnt/root/data",
-        # The base image has Python here; that of this machine may lie in a home that only its owner enters.
-        f"chmod a+x /mnt/root{Path(sys.base_prefix).parents[-2]} && mkdir -p /mnt/root/usr/local/bin",
-        f"ln -sf {Path(sys.base_prefix) / 'bin' / 'python3.11'} /mnt/root/usr/local/bin/python",
+        # The base image has Python in /usr/local, wherever this machine has it.
+        "mkdir /mnt/up-python /mnt/work-python",
+        f"mount -t overlay overlay -o lowerdir={sys.base_prefix},upperdir=/mnt/up-python,workdir=/mnt/work-python "
+        "/mnt/root/usr/local",
         *(line for stage in build for line in _steps(stage, build, sources)),
         "rm -rf /mnt/root/src",
         *(line for stage in server for line in _steps(stage, server, sources)),
         # As a container is run: nothing can be written but /data and /tmp.
-        "mount -o remount,ro /mnt/root",
+        "mount -o remount,ro /mnt/root && mount -o remount,ro /mnt/root/usr/local",
         f"mount --bind {data} /mnt/root/data && chown -R {USER}:{USER} /mnt/root/data",
         f"{_as_user(image, '/', ['sh', '-c', '! touch /opt/tinsmith/x /etc/x 2>/dev/null && touch /tmp/x /data/x'])}",
         f"{_as_user(image, '/', ['sh', '-c', '! python -m pip --version 2>/dev/null && ray --version'])}",
