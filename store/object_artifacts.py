@@ -326,13 +326,13 @@ class ObjectArtifacts:
         except Unavailable as error:
             hint = "see the settings artifacts_url, artifacts_endpoint and artifacts_region"
             raise Unavailable(error.message, hint=hint) from error
+        record_place(self._data_dir, self._url)
         swept = await self._disk.sweep_incomplete(keep)
         here = await asyncio.to_thread(self._on_disk, keep)
         for name in here:
             if name not in complete:
                 _log.info("uploading checkpoint folder %s", name)
                 await self.publish(name)
-        record_place(self._data_dir, self._url)
         now = self._clock() - self._recent
         self._copies = OrderedDict((name, (size, now)) for name, size in here.items())
         await self._make_room(0)

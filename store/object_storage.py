@@ -110,8 +110,18 @@ class ObjectStorage:
         await self._run(obstore.put, self._store, key, data, mode="create" if new else "overwrite")
 
     async def put_file(self, key: str, path: Path) -> None:
-        """Write an object with the content of a file, whole or not at all. Raises `OSError` for the file."""
-        await self._run(obstore.put, self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARALLEL)
+        """Write an object with the content of a file, whole or not at all. Raises `OSError` for the file.
+
+        The end of an upload in parts may be repeated though it was done: only its answer was lost. The storage knows no
+        such upload then, and nobody knows why, so all of it is done once more.
+        """
+        for _ in range(2):
+            try:
+                await self._run(obstore.put, self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARALLEL)
+            except NotFound:
+                continue
+            return
+        raise _unavailable("it forgets uploads before they end")
 
     async def get(self, key: str) -> bytes:
         """The content of a small object. Raises `NotFound`."""

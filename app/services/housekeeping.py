@@ -107,9 +107,9 @@ class Housekeeping:
             self._expire_sessions,
             self._expire_results,
             self._saved.sweep_expired,
-            self._artifacts.collect,
             self._stability.sweep,
             self._history.sweep,
+            self._artifacts.collect,
         ]
         for duty in duties:
             try:

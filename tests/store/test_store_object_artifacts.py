@@ -175,8 +175,8 @@ async def test_only_the_owner_removes(tmp_path: Path, objects: ObjectServer, cap
 
 async def test_a_storage_that_is_down_or_hangs_is_told_in_time(tmp_path: Path) -> None:
     with object_server() as server:
-        first = open_objects(tmp_path / "a", server, prefix="down", timeout=0.5)
-        second = open_objects(tmp_path / "b", server, prefix="down", timeout=0.5)
+        first = open_objects(tmp_path / "a", server, prefix="down", timeout=1.0)
+        second = open_objects(tmp_path / "b", server, prefix="down", timeout=1.0)
         await first.sweep_incomplete([])
         kept, late = write(first), write(first)
         await first.publish(kept)
@@ -187,7 +187,7 @@ async def test_a_storage_that_is_down_or_hangs_is_told_in_time(tmp_path: Path) -
         with pytest.raises(EngineFailure, match="does not answer in time") as refused:
             await first.publish(late)
         assert refused.value.code == "checkpoint_not_written"
-        assert time.monotonic() - began < 12
+        assert time.monotonic() - began < 20
         await first.delete(kept)  # does not wait for the storage
         assert not first.path(kept).exists()
         server.go_on()
@@ -200,7 +200,7 @@ async def test_a_storage_that_is_down_or_hangs_is_told_in_time(tmp_path: Path) -
         with pytest.raises(Unavailable, match="cannot be reached"):
             await first.fetch(kept)
         with pytest.raises(Unavailable, match="cannot be reached") as refused_start:
-            await open_objects(tmp_path / "c", server, prefix="down", timeout=0.5).sweep_incomplete([])
+            await open_objects(tmp_path / "c", server, prefix="down", timeout=1.0).sweep_incomplete([])
         assert SECRET not in refused_start.value.message
 
 
