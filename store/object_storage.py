@@ -117,11 +117,14 @@ class ObjectStorage:
         """
         for _ in range(2):
             try:
-                await self._run(obstore.put, self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARALLEL)
+                return await self._run(self._put_file, key, path)
             except NotFound:
                 continue
-            return
         raise _unavailable("it forgets uploads before they end")
+
+    def _put_file(self, key: str, path: Path) -> None:
+        path.stat()  # the library tells a file that is not there like an object that is not there
+        obstore.put(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARALLEL)
 
     async def get(self, key: str) -> bytes:
         """The content of a small object. Raises `NotFound`."""
