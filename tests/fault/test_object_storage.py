@@ -77,10 +77,6 @@ def test_a_server_that_dies_in_an_upload_leaves_no_half_checkpoint(tmp_path: Pat
             for path in paths:
                 again = sdk(service).create_training_client_from_state_with_optimizer(path)
                 train(again, 1)
-        with serving(tmp_path / "last", base, *options):
-            pass  # another data folder: it removes nothing
-        with serving(tmp_path, base, *options):
-            pass  # the owner starts once more, and collects what the killed one left
         assert len(everything_whole(server, tmp_path / "data")) == 4
 
 
@@ -105,8 +101,6 @@ def test_servers_that_die_at_any_moment_of_uploads(tmp_path: Path, base: Path) -
             over.set()
             killer.join()
             assert service.starts > 1
-        with serving(tmp_path, base, *options):
-            pass
         folders = everything_whole(server, tmp_path / "data")
         assert len(folders) == len(paths) + 1
 
