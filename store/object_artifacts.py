@@ -91,7 +91,8 @@ class ObjectArtifacts:
         self._fetching: dict[str, asyncio.Task[Path]] = {}
         self._doomed: set[str] = set()
         """Folders that no row names, still to be removed from the storage."""
-        self._removing = asyncio.Lock()
+        self._removing: dict[str, asyncio.Event] = {}
+        """Folders that are being removed from the storage just now; set when that has ended."""
         self._removal: asyncio.Task[None] | None = None
         self._owner = False
         self._over = asyncio.Event()
@@ -129,9 +130,11 @@ class ObjectArtifacts:
         if folder_name in self._copies:
             return
         path = self.path(folder_name)
-        async with self._removing:
-            self._doomed.discard(folder_name)
+        self._doomed.discard(folder_name)
         try:
+            if folder_name in self._removing:
+                self._doing[folder_name] = "waiting for the object storage to remove an earlier attempt"
+                await self._unless_over(self._removing[folder_name].wait())
             size = await self._unless_over(self._upload(folder_name, path))
         except Unavailable as error:
             if self._over.is_set():
@@ -191,11 +194,11 @@ class ObjectArtifacts:
     async def fetch(self, folder_name: str) -> Path:
         """Download a folder that is not here. See `ArtifactStore`; callers at the same time share one download."""
         path = self.path(folder_name)
-        if folder_name in self._copies:
-            self._use(folder_name)
+        if path.is_dir():
+            if folder_name in self._copies:  # else a worker has written it, and it is not uploaded yet
+                self._use(folder_name)
             return path
-        if path.is_dir():  # written by a worker, and not uploaded yet
-            return path
+        self._copies.pop(folder_name, None)  # somebody has removed the copy
         task = self._fetching.get(folder_name)
         if task is None:
             task = self._fetching[folder_name] = asyncio.create_task(self._fetch(folder_name, path))
@@ -298,15 +301,18 @@ class ObjectArtifacts:
     async def collect(self) -> None:
         """Remove from the storage what could not be removed before; what fails is tried again with the next call."""
         for folder_name in list(self._doomed):
-            async with self._removing:
-                if folder_name not in self._doomed:  # written again meanwhile
-                    continue
-                try:
-                    await self._remove(folder_name)
-                except Unavailable as error:
-                    _log.warning("%d checkpoints are removed later: %s", len(self._doomed), error.message)
-                    return
-                self._doomed.discard(folder_name)
+            if folder_name not in self._doomed or folder_name in self._removing:
+                continue  # written again meanwhile, or being removed already
+            ended = self._removing[folder_name] = asyncio.Event()
+            try:
+                await self._remove(folder_name)
+            except Unavailable as error:
+                _log.warning("%d checkpoints are removed later: %s", len(self._doomed), error.message)
+                return
+            finally:
+                del self._removing[folder_name]
+                ended.set()
+            self._doomed.discard(folder_name)
 
     async def _remove(self, folder_name: str) -> None:
         await self._storage.delete([_complete_key(folder_name)])
