@@ -59,6 +59,7 @@ def _script(sources: Path, data: Path, port: int) -> str:
         "mkdir /mnt/up-python /mnt/work-python",
         f"mount -t overlay overlay -o lowerdir={sys.base_prefix},upperdir=/mnt/up-python,workdir=/mnt/work-python "
         "/mnt/root/usr/local",
+        "chroot /mnt/root ldconfig",
         *(line for stage in build for line in _steps(stage, build, sources)),
         "rm -rf /mnt/root/src",
         *(line for stage in server for line in _steps(stage, server, sources)),
