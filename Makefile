@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 ARGS ?=
+ENGINE ?= $(if $(shell command -v docker),docker,podman)
 
-.PHONY: engine-venv setup serve demo test test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
+.PHONY: engine-venv images lint-docker setup serve demo test test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
@@ -27,6 +28,17 @@ test-exhaustive: setup  ## what takes minutes each: every kill, every moment, ev
 
 lint: setup  ## style, imports and types
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+lint-docker: .lint/.ready  ## the Dockerfile and the manifests, in an environment of their own
+	.lint/bin/python docker/lint.py
+
+.lint/.ready: docker/lint-requirements.txt
+	$(PYTHON) -m venv .lint && .lint/bin/python -m pip install --quiet -r $< && touch $@
+
+images:  ## build tinsmith:cpu and tinsmith:cuda with docker or podman: make images [ENGINE=podman]
+	@command -v $(ENGINE) >/dev/null || { echo "there is no $(ENGINE); choose another with ENGINE=..." >&2; exit 1; }
+	$(ENGINE) build --file docker/Dockerfile --build-arg TORCH=cpu --tag tinsmith:cpu .
+	$(ENGINE) build --file docker/Dockerfile --build-arg TORCH=cuda --tag tinsmith:cuda .
 
 format: setup
 	$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
@@ -53,4 +65,4 @@ lock: setup  ## pin exactly what is installed now
 	(head -1 constraints.txt; $(VENV)/bin/pip freeze --exclude-editable | sed 's/+cpu//' | grep -v '^torch==') > constraints.new && mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) .compat tests/clients/typescript/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .lint .compat tests/clients/typescript/node_modules build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas.errors import AlreadyExists, InvalidRequest, Unavailable
+from store.artifact_place import PLACE_FILE, recorded_place
 from store.connections import database_path
 from store.files import fsync_file, fsync_folder
 from store.read_only import (
@@ -52,6 +53,8 @@ class Backup:
     bytes: int = 0
     linked: int = 0
     seconds: float = 0.0
+    elsewhere: str | None = None
+    """The object storage that has the checkpoints; their files are not part of the copy then."""
     missing: list[str] = field(default_factory=list)
     """What the database names and the data folder itself lacks, or has in another size."""
 
@@ -115,6 +118,7 @@ class _Copy:
     links: bool
     tell: Tell
     report: Backup = field(default_factory=Backup)
+    places: tuple[str, ...] = PLACES
 
     def run(self) -> Backup:
         """Copy until a copy of the database and the files that it names are there together.
@@ -125,9 +129,13 @@ class _Copy:
         for name in SECRETS:
             if (self.data_dir / name).is_file():
                 self._put(name, link=False)
+        self.report.elsewhere = recorded_place(self.data_dir)
+        if self.report.elsewhere is not None:
+            self.places = tuple(place for place in PLACES if place != "checkpoints")
+            self._put(PLACE_FILE, link=False)
         before: set[str] = set()
         for _ in range(ATTEMPTS):
-            for place in PLACES:
+            for place in self.places:
                 self._bring(f"{place}/{name}" for name in _names(self.data_dir / place))
             self._copy_database()
             missing = self._complete()
@@ -171,11 +179,13 @@ class _Copy:
             self.report.bodies = len(files)
             files |= {f"snapshots/{name}": ref.size for name, ref in snapshot_files(copy).items()}
             self.report.snapshots = len(files) - self.report.bodies
+        if self.report.elsewhere is not None:
+            sizes = {}
         for folder in sizes:
             self._bring(f"{folder}/{name}" for name in _names(self.data_dir / folder))
         self._bring(files)
         sizes |= files
-        for place in PLACES:
+        for place in self.places:
             for path in (self.into / place).iterdir() if (self.into / place).is_dir() else ():
                 if f"{place}/{path.name}" not in sizes:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -245,7 +255,8 @@ def _size(path: Path) -> int:
 
 def describe(done: Backup) -> str:
     """One line for people."""
+    where = "" if done.elsewhere is None else f" (their files stay in {done.elsewhere})"
     return (
-        f"{done.checkpoints} checkpoints, {done.bodies} bodies and {done.snapshots} snapshots, "
+        f"{done.checkpoints} checkpoints{where}, {done.bodies} bodies and {done.snapshots} snapshots, "
         f"{done.bytes / 1e6:.1f} MB, {done.linked} files linked, in {done.seconds:.1f} s"
     )

@@ -19,6 +19,7 @@ from app.services.age_encryption import SUFFIX
 from app.services.exports import EXPORTED_FILES
 from engines.checkpoint_files import folder_problems
 from schemas.errors import Unavailable
+from store.artifact_place import recorded_place
 from store.migrate import known_schemas, newer_schema
 from store.read_only import (
     CheckpointFiles,
@@ -125,7 +126,10 @@ def _secrets(data_dir: Path) -> Check:
 
 # -- files that rows name --------------------------------------------------------------------------------------------
 def _checkpoints(data_dir: Path, rows: list[CheckpointFiles], tell: Tell) -> Check:
-    found: dict[str, str] = {}
+    place = recorded_place(data_dir)
+    named, found = rows, dict[str, str]()
+    if place is not None:
+        rows = [row for row in rows if (data_dir / "checkpoints" / row.folder).is_dir()]
     for row in _paced(rows, tell, "checkpoints"):
         problems = _checkpoint_problems(data_dir / "checkpoints" / row.folder, row)
         if problems:
@@ -134,10 +138,16 @@ def _checkpoints(data_dir: Path, rows: list[CheckpointFiles], tell: Tell) -> Che
         with open_database(data_dir) as connection:
             still = {row.folder for row in checkpoint_files(connection)}
         found = {folder: text for folder, text in found.items() if folder in still}
+    if found and place is not None:
+        detail = f"{len(found)} of {len(rows)} copies cannot be used; remove their folders, and they are fetched again"
+        return Check("checkpoints", "fail", detail, tuple(found.values()))
     if found:
         detail = f"{len(found)} of {len(rows)} cannot be used; delete them, or restore them from a backup"
         return Check("checkpoints", "fail", detail, tuple(found.values()))
     size = megabytes(sum(row.size_bytes for row in rows))
+    if place is not None:
+        away = f"{len(named)} in {place}, not looked at there; {len(rows)} copies here"
+        return Check("checkpoints", "ok", f"{away}, {size}, every file has its checksum")
     return Check("checkpoints", "ok", f"{len(rows)}, {size}, every file has its checksum")
 
 

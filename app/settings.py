@@ -98,6 +98,32 @@ class Settings(BaseSettings):
         description="Folder of everything that survives a restart: database, request bodies, checkpoints, development "
         "key. Created if it is missing.",
     )
+    artifacts_url: str | None = Field(
+        None,
+        pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*$",
+        description="S3-compatible storage of checkpoints, as `s3://BUCKET/PREFIX`; unset: the data folder. "
+        "Credentials come from the usual AWS variables or files. Needs the extra `s3`. See docs/durability.md.",
+    )
+    artifacts_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/@?#]+/?$",
+        description="Address of that storage, if it is not AWS. Unset: `AWS_ENDPOINT_URL`, else AWS.",
+    )
+    artifacts_region: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9-]{1,64}$",
+        description="Region of that storage. Unset: `AWS_REGION`, else us-east-1.",
+    )
+    artifacts_timeout: Seconds = Field(
+        30.0,
+        description="Seconds that one request to that storage gets, its repeats included; large files are sent in "
+        "requests of 8 MiB.",
+    )
+    artifacts_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        20.0,
+        description="GiB in the data folder for copies of checkpoints that are in that storage; the ones unused for "
+        "longest give way, those in use stay.",
+    )
     base_model: Annotated[tuple[BaseModelSource, ...], NoDecode] = Field(
         (BaseModelSource(name=DEFAULT_BASE_MODEL),),
         min_length=1,
@@ -338,6 +364,11 @@ class Settings(BaseSettings):
     def tokenizers(self) -> dict[str, str]:
         """Served name -> tokenizer id to report, where one was configured."""
         return {entry.name: entry.tokenizer_id for entry in self.base_model if entry.tokenizer_id}
+
+    @property
+    def artifacts_cache_bytes(self) -> int:
+        """`artifacts_cache_gib` in bytes."""
+        return int(self.artifacts_cache_gib * 2**30)
 
     @property
     def gap_timeout(self) -> float:

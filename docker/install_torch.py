@@ -2,7 +2,8 @@
 
 Used by `make setup`. pip's own choice is kept when it is already a CPU build, or when the platform has only one build
 (macOS, Arm). On x86-64 Linux pip would fetch a CUDA build of several GB on every machine; there `uv` picks the backend
-by looking at the driver (`--torch-backend=auto`). Set TINSMITH_TORCH_BACKEND (`cpu`, `cu128`, ...) to choose by hand.
+by looking at the driver (`--torch-backend=auto`). Set TINSMITH_TORCH_BACKEND (`cpu`, `cu128`, ...) to choose by hand,
+or to `default` for pip's own choice, whatever this machine has.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> int:
         return 0
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     backend = os.environ.get("TINSMITH_TORCH_BACKEND", "auto")
-    if backend == "auto" and not pip_would_take_cuda():
+    if backend == "default" or (backend in ("auto", "cpu") and not pip_would_take_cuda()):
         command = [*pip, TORCH]
     else:
         subprocess.run([*pip, "uv==0.13.9"], check=True)

@@ -39,6 +39,9 @@ POINTS: tuple[str, ...] = (
     "restore.done",
     "sample.turn",
     "checkpoint.forgotten",
+    "upload.begun",
+    "upload.file",
+    "upload.complete",
 )
 """Their order is their number, from 0."""
 

@@ -1,7 +1,9 @@
 """Checkpoint folders under generated names. What a user called a checkpoint never becomes part of a path.
 
 A folder is complete when a row names it; one that no row names was left by a crash and is swept at start-up.
-Not responsible for what is in the folders (the engine writes them) nor for names (`store/checkpoints.py`).
+What every place of them does is `ArtifactStore`; here they are in the data folder, and in `object_artifacts.py` in an
+object storage. Not responsible for what is in the folders (the engine writes them) nor for names
+(`store/checkpoints.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Protocol
 
 from schemas.errors import NotFound, Unavailable
 from store.files import fsync_file, fsync_folder, make_private_folder
@@ -25,7 +28,90 @@ _OURS = re.compile(r"\.?[0-9a-f]{32}(?:[.-].*)?", re.DOTALL)
 """A folder's own name, and the temporary names that a writer derives from it."""
 
 
-class Artifacts:
+class ArtifactStore(Protocol):
+    """Where checkpoint folders are kept. Workers write and read them at `path`, on this machine's disk."""
+
+    def new_folder(self) -> tuple[str, str]:
+        """A fresh checkpoint id and folder name, 128 random bits each. The writer creates the folder."""
+        ...
+
+    def path(self, folder_name: str) -> Path:
+        """Where a folder is or will be on this machine.
+
+        Raises:
+            NotFound: the name is not one that `new_folder` makes, or a link is in its place.
+        """
+        ...
+
+    async def publish(self, folder_name: str) -> None:
+        """Keep a folder that a worker has written whole at `path`, before a row names it. Again is fine.
+
+        Raises:
+            EngineFailure: it could not be kept (`checkpoint_not_written`).
+        """
+        ...
+
+    async def fetch(self, folder_name: str) -> Path:
+        """Have a folder at `path`, to be read.
+
+        Raises:
+            NotFound: its files are gone.
+            Unavailable: they cannot be had now.
+            EngineFailure: they are damaged (`damaged_checkpoint`).
+        """
+        ...
+
+    def hold(self, folder_name: str) -> Callable[[], None]:
+        """Keep a folder at `path` until the function that this returns is called (again is fine)."""
+        ...
+
+    def doing(self, folder_name: str) -> str | None:
+        """What is being done with a folder just now, for people who wait for it; None: nothing that takes long."""
+        ...
+
+    async def size(self, folder_name: str) -> int:
+        """The size of the regular files of a folder in bytes. Raises `NotFound`."""
+        ...
+
+    async def copy(self, source: str, target: str) -> None:
+        """Make a second folder of the same files, whole or not at all.
+
+        Raises:
+            NotFound: the source is gone, or going.
+            Unavailable: the copy is not taken now.
+        """
+        ...
+
+    async def delete(self, folder_name: str) -> None:
+        """Remove a folder that no row names; what is gone already is passed over. Raises `OSError`."""
+        ...
+
+    async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
+        """At start-up: remove what no row names (`keep`: the names that rows have). Returns the names.
+
+        Raises:
+            Unavailable: the place cannot be used.
+        """
+        ...
+
+    async def collect(self) -> None:
+        """Remove what could not be removed before."""
+        ...
+
+    def give_up(self) -> None:
+        """The server must end: what is waited for fails with `Unavailable`."""
+        ...
+
+    async def close(self) -> None:
+        """End what is under way."""
+        ...
+
+
+def keep_nothing() -> None:
+    """The end of a hold where nothing is ever taken away."""
+
+
+class FolderArtifacts:
     """The folder of checkpoint folders below a data folder (which exists)."""
 
     def __init__(self, data_dir: Path) -> None:
@@ -48,6 +134,30 @@ class Artifacts:
         if path.is_symlink() or path.resolve() != self._root.resolve() / folder_name:
             raise NotFound("these checkpoint files do not exist")
         return path
+
+    async def publish(self, folder_name: str) -> None:
+        """Nothing to do: the writer has made the folder durable where it is."""
+
+    async def fetch(self, folder_name: str) -> Path:
+        """The folder is where it was written, if it still is: whoever reads it finds out."""
+        return self.path(folder_name)
+
+    def hold(self, folder_name: str) -> Callable[[], None]:
+        """Nothing to do: only `delete` takes a folder away."""
+        return keep_nothing
+
+    def doing(self, folder_name: str) -> str | None:
+        """None: nothing here takes long."""
+        return None
+
+    async def collect(self) -> None:
+        """Nothing to do: what could not be removed is removed at the next start."""
+
+    def give_up(self) -> None:
+        """Nothing to do: nothing here is waited for."""
+
+    async def close(self) -> None:
+        """Nothing to do."""
 
     async def size(self, folder_name: str) -> int:
         """The size of the regular files of a folder in bytes; links are not followed.

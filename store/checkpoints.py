@@ -211,7 +211,7 @@ async def delete_checkpoint(
 
 
 async def checkpoint_folders(db: AsyncSession) -> frozenset[str]:
-    """The folders of all checkpoints: what `Artifacts.sweep_incomplete` keeps."""
+    """The folders of all checkpoints: what `ArtifactStore.sweep_incomplete` keeps."""
     return frozenset(await db.scalars(select(Checkpoint.folder)))
 
 

@@ -115,7 +115,7 @@ class SequenceRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """A complete checkpoint. `name` None: ephemeral, reachable by id only. `folder` is a name for `Artifacts.path`."""
+    """A complete checkpoint. `name` None: ephemeral, reachable by id only. `folder`: for `ArtifactStore.path`."""
 
     checkpoint_id: str
     project_id: str

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from email.utils import format_datetime
-from typing import Annotated
+from pathlib import Path as FilePath
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from starlette.background import BackgroundTask
+from starlette.types import Receive, Scope, Send
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.routes.checkpoints import CheckpointId, RunId
@@ -84,11 +87,28 @@ async def download_file(
     """One exported file or archive, by the address that the server gave. A file can be had in ranges."""
     found = await services.exports.download(checkpoint_id, name, expires, signature)
     if not found.is_archive:
-        return FileResponse(found.files[name], media_type="application/octet-stream", filename=name)
-    archive = TarStream(found.files, found.written)
+        return _HeldFile(found.files[name], found.release, media_type="application/octet-stream", filename=name)
+    try:
+        archive = TarStream(found.files, found.written)
+    finally:
+        found.release()
     headers = {"Content-Length": str(archive.size), "Content-Disposition": f'attachment; filename="{name}"'}
     background = BackgroundTask(archive.close)
     return StreamingResponse(archive, media_type="application/x-tar", headers=headers, background=background)
+
+
+class _HeldFile(FileResponse):
+    """A file that may be taken away once it is sent, or once its client has gone."""
+
+    def __init__(self, path: FilePath, release: Callable[[], None], **options: Any) -> None:
+        super().__init__(path, **options)
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._release()
 
 
 def _absolute(request: Request, settings: Settings, address: str) -> str:

@@ -6,6 +6,7 @@ right order. Not responsible for HTTP (`app/routes`) or for reading settings (`a
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from app.services.doors.models import DoorModels
 from app.services.doors.openai import OpenAIDoor
 from app.services.doors.runs import DoorRun
 from app.services.exports import Exports
+from app.services.folders import Folders
 from app.services.futures import Futures
 from app.services.history import ModelHistory
 from app.services.housekeeping import Housekeeping
@@ -38,7 +40,8 @@ from app.services.traces import Traces
 from app.services.training import Training
 from app.services.usage import Usage
 from app.services.weights import Weights
-from store.artifacts import Artifacts
+from store.artifact_place import open_artifacts
+from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 from store.snapshot_files import SnapshotFiles
@@ -65,6 +68,16 @@ class ServiceSettings(Protocol):
         """Served name -> what get_info reports as tokenizer_id, for names that should not be derived."""
         ...
 
+    @property
+    def artifacts_url(self) -> str | None: ...
+    @property
+    def artifacts_endpoint(self) -> str | None: ...
+    @property
+    def artifacts_region(self) -> str | None: ...
+    @property
+    def artifacts_timeout(self) -> float: ...
+    @property
+    def artifacts_cache_bytes(self) -> int: ...
     @property
     def max_rank(self) -> int: ...
     @property
@@ -123,6 +136,7 @@ class Services:
 
     settings: ServiceSettings
     store: Store
+    artifacts: ArtifactStore
     models: BaseModels
     operations: Operations
     futures: Futures
@@ -156,11 +170,14 @@ class Services:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
         self.operations.stopping()
+        over = asyncio.get_running_loop().call_later(grace, self.artifacts.give_up)
         await self.models.stop(grace)
+        over.cancel()
         await self.operations.retry_unsettled()
         # Polls are held until here: a client whose polls return at once asks hundreds of times a second.
         self.futures.wake_all()
         self.completions.close()
+        await self.artifacts.close()
 
     async def close_session(self, session_id: str) -> None:
         """A session is over (the caller updated its row): close its runs, free its adapters, drop its samples."""
@@ -190,7 +207,14 @@ def build_services(
         draw_seed: makes seeds, 0 to 2^63 - 1, for adapters whose client gave none.
     """
     bodies = Bodies(settings.data_dir)
-    artifacts = Artifacts(settings.data_dir)
+    artifacts = open_artifacts(
+        settings.data_dir,
+        settings.artifacts_url,
+        endpoint=settings.artifacts_endpoint,
+        region=settings.artifacts_region,
+        timeout=settings.artifacts_timeout,
+        cache_bytes=settings.artifacts_cache_bytes,
+    )
     completions = Completions(store, bodies, clock)
     futures = Futures(store, bodies, cancel=lambda request_id: operations.cancel(request_id), clock=clock)
 
@@ -201,7 +225,7 @@ def build_services(
     operations = Operations(
         store,
         bodies,
-        folder_path=lambda folder: str(artifacts.path(folder)),
+        folders=Folders(artifacts),
         new_id=new_id,
         clock=clock,
         wake=wake,
@@ -273,6 +297,7 @@ def build_services(
         futures=futures,
         runs=runs,
         saved=checkpoints,
+        artifacts=artifacts,
         stability=stability,
         history=history,
         interval=settings.sweep_interval,
@@ -302,6 +327,7 @@ def build_services(
     return Services(
         settings=settings,
         store=store,
+        artifacts=artifacts,
         models=models,
         operations=operations,
         futures=futures,
@@ -313,7 +339,7 @@ def build_services(
         weights=weights,
         sampling=sampling,
         checkpoints=checkpoints,
-        exports=Exports(checkpoints, signed, artifacts.path),
+        exports=Exports(checkpoints, signed, artifacts),
         copies=Copies(store, checkpoints, new_id=new_id, clock=clock),
         housekeeping=housekeeping,
         recovery=recovery,

@@ -21,7 +21,7 @@ from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NotFoun
 from schemas.fail_points import fail_point
 from schemas.operations import SavedAdapter
 from store import checkpoints
-from store.artifacts import Artifacts
+from store.artifacts import ArtifactStore
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord
 
@@ -52,7 +52,7 @@ class NewCheckpoint:
 class Checkpoints:
     """Named and ephemeral checkpoints of all projects; every method is told whose."""
 
-    def __init__(self, store: Store, artifacts: Artifacts, clock: Callable[[], datetime]) -> None:
+    def __init__(self, store: Store, artifacts: ArtifactStore, clock: Callable[[], datetime]) -> None:
         self._store = store
         self._artifacts = artifacts
         self._clock = clock

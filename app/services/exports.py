@@ -19,6 +19,7 @@ from app.services.paths import CheckpointPath
 from app.services.signed_urls import SignedUrls
 from engines.checkpoint_files import folder_problems
 from schemas.errors import EngineFailure, InvalidRequest, NotFound
+from store.artifacts import ArtifactStore
 from store.records import CheckpointRecord
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,17 @@ class Download:
     files: Mapping[str, Path]
     is_archive: bool
     written: datetime
+    release: Callable[[], None]
+    """To be called when all files are open, or are not wanted any more: until then they stay."""
 
 
 class Exports:
-    """Hands out adapters, file by file or as an archive. `folder_path` gives the place of a folder name on disk."""
+    """Hands out adapters, file by file or as an archive."""
 
-    def __init__(self, checkpoints: Checkpoints, signed: SignedUrls, folder_path: Callable[[str], Path]) -> None:
+    def __init__(self, checkpoints: Checkpoints, signed: SignedUrls, artifacts: ArtifactStore) -> None:
         self._checkpoints = checkpoints
         self._signed = signed
-        self._folder_path = folder_path
+        self._artifacts = artifacts
 
     async def addresses(self, project_id: str, path: CheckpointPath) -> tuple[Mapping[str, str], datetime]:
         """File name -> address (path and query below the root of the API), and when the addresses end.
@@ -75,14 +78,24 @@ class Exports:
 
         Raises:
             NotFound: any other address, or the files are deleted.
+            Unavailable: the files cannot be had now.
             EngineFailure: the files are damaged.
         """
         self._signed.check(checkpoint_id, name, expires, signature)
         record = await self._checkpoints.by_id(checkpoint_id)
         if record is None or name not in (*files_of(record), ARCHIVE):
             raise NotFound("these files were deleted")
-        names = files_of(record) if name == ARCHIVE else (name,)
-        folder = self._folder_path(record.folder)
+        release = self._artifacts.hold(record.folder)
+        try:
+            files = await self._checked(record, files_of(record) if name == ARCHIVE else (name,))
+        except BaseException:
+            release()
+            raise
+        return Download(files, name == ARCHIVE, record.created_at, release)
+
+    async def _checked(self, record: CheckpointRecord, names: Sequence[str]) -> Mapping[str, Path]:
+        """The places of files that are whole. Raises as `download`."""
+        checkpoint_id, folder = record.checkpoint_id, await self._artifacts.fetch(record.folder)
         files = {each: folder / each for each in names}
         if not all(path.is_file() for path in files.values()):
             raise NotFound("these files are gone from the server's disk")
@@ -97,7 +110,7 @@ class Exports:
                 hint="save it again, or ask the operator to restore it from a backup",
                 code="damaged_checkpoint",
             )
-        return Download(files, name == ARCHIVE, record.created_at)
+        return files
 
 
 def files_of(record: CheckpointRecord) -> Sequence[str]:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CLEARED = NonFiniteGradient.default_code
 """The failure that changes a model all the same: the gradient is cleared."""
+LOADING = "load_weights"
 STRAY_SECONDS = 3600.0
 """Age from which a file that no row names is not one that is being written."""
 
@@ -74,6 +75,7 @@ class ModelHistory:
         if run is None or creation is None or run.state not in run_rows.LIVE:
             raise lost(model_id)
         operations, collected = self._changes(run, logged, waiting, _covered(snapshots))
+        await self._bring_folders(run, logged, snapshots, creation)
         return Past(
             project_id=run.project_id,
             snapshots=tuple(
@@ -83,6 +85,29 @@ class ModelHistory:
             collected_seq=collected,
             creation=self._reader(run, creation.request_id),
         )
+
+    async def _bring_folders(
+        self,
+        run: RunRecord,
+        logged: Sequence[LoggedOperation],
+        snapshots: Sequence[SnapshotRecord],
+        creation: OperationRecord,
+    ) -> None:
+        """Have the checkpoints here that will be loaded once more. Raises `Unavailable`: it is tried again then.
+
+        Whatever else is wrong with one is found, and told, when it is loaded.
+        """
+        after = snapshots[0].applied_seq if snapshots else -1
+        wanted = [one.request_id for one in logged if one.kind == LOADING and one.seq_id > after]
+        if not snapshots and creation.kind == LOADING:
+            wanted.append(creation.request_id)
+        for request_id in wanted:
+            try:
+                await self._operations.read_logged(run.project_id, request_id)
+            except Unavailable:
+                raise
+            except TinsmithError as error:
+                logger.warning("a checkpoint of model %s cannot be had: %s", run.model_id, error.message)
 
     def new_snapshot_path(self) -> str:
         """See `History.new_snapshot_path`."""

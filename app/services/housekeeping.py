@@ -22,6 +22,7 @@ from app.services.runs import Runs
 from app.services.stability import Stability
 from store import operations as log
 from store import sessions
+from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 from store.forgetting import forget_operations
@@ -53,6 +54,7 @@ class Housekeeping:
         futures: Futures,
         runs: Runs,
         saved: Checkpoints,
+        artifacts: ArtifactStore,
         stability: Stability,
         history: ModelHistory,
         interval: float,
@@ -69,6 +71,7 @@ class Housekeeping:
         self._futures = futures
         self._runs = runs
         self._saved = saved
+        self._artifacts = artifacts
         self._stability = stability
         self._history = history
         self._interval = interval
@@ -111,6 +114,7 @@ class Housekeeping:
             self._saved.sweep_expired,
             self._stability.sweep,
             self._history.sweep,
+            self._artifacts.collect,
         ]
         for duty in duties:
             try:

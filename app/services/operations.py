@@ -17,11 +17,12 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
+from app.services.folders import Folders
 from app.services.paths import is_direct, session_of
 from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError, Unavailable
 from schemas.fail_points import fail_point
 from schemas.http.base import MAX_INT64
-from schemas.operations import LoadWeights, Operation, OperationResult, Sample, SampleDelta, SaveWeights
+from schemas.operations import Operation, OperationResult, SampleDelta
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
@@ -86,13 +87,29 @@ class Submission:
     also: Callable[[OperationRecord, OperationResult], Rows] | None = None
     """Further rows that become true with the result and depend on the operation's place in the log; made in a
     thread."""
+    reads: str | None = None
+    """The checkpoint folder that it reads: it is on this machine before the operation is accepted, and stays."""
+    writes: str | None = None
+    """The checkpoint folder that it writes: it is kept before the result is recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """An operation that a runtime has, or whose outcome is being recorded."""
+
+    runtime: ModelRuntime
+    scope: str
+    reads: str | None
+    writes: str | None
+    release: Callable[[], None]
+    """Lets its folder go."""
 
 
 class Operations:
     """Accepts operations and settles them.
 
     Args:
-        folder_path: turns the name of a checkpoint folder into a path for workers.
+        folders: the checkpoint folders.
         new_id: makes request ids of at least 128 random bits.
         clock: the time, aware UTC.
         wake: called with a request id and its scope once its outcome is durable; scope None = not told.
@@ -103,19 +120,19 @@ class Operations:
         store: Store,
         bodies: Bodies,
         *,
-        folder_path: Callable[[str], str],
+        folders: Folders,
         new_id: Callable[[], str],
         clock: Callable[[], datetime],
         wake: Callable[[str, str | None], None],
     ) -> None:
         self._store = store
         self._bodies = bodies
-        self._folder_path = folder_path
+        self._folders = folders
         self._new_id = new_id
         self._clock = clock
         self._wake = wake
-        self._live: dict[str, tuple[ModelRuntime, str]] = {}
-        """Operations that a runtime has: request id -> (runtime, scope)."""
+        self._live: dict[str, _Live] = {}
+        """By request id."""
         self._started: dict[str, datetime] = {}
         """When operations that a runtime has began to run, the last time if it had to begin again."""
         self._stopping = False
@@ -132,9 +149,16 @@ class Operations:
 
         Raises:
             SeqIdConflict: the key was used with another body.
+            Unavailable: the folder that it reads cannot be had now.
             TinsmithError: whatever `guard` raises.
         """
-        return await asyncio.shield(asyncio.create_task(self._accept(submission)))
+        return await asyncio.shield(asyncio.create_task(self._accept_with_folder(submission)))
+
+    async def _accept_with_folder(self, submission: Submission) -> OperationRecord:
+        with self._folders.held(submission.reads):
+            if submission.reads is not None:
+                await self._folders.bring(submission.reads)
+            return await self._accept(submission)
 
     async def _accept(self, submission: Submission) -> OperationRecord:
         request_id = self._new_id()
@@ -186,7 +210,9 @@ class Operations:
 
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:
         """Hand a logged operation to its runtime (also used for what an earlier process did not finish)."""
-        self._live[record.request_id] = (submission.runtime, record.scope)
+        reads, writes = submission.reads, submission.writes
+        release = self._folders.hold(writes if reads is None else reads)
+        self._live[record.request_id] = _Live(submission.runtime, record.scope, reads, writes, release)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
             record = replace(record, body=b"")
@@ -195,7 +221,7 @@ class Operations:
             self._started[record.request_id] = self._clock()
 
         async def load() -> Operation:
-            return with_folder(await self._read_back(record), self._folder_path)
+            return await self._folders.placed(await self._read_back(record))
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
             await self._settle(record, submission, outcome)
@@ -223,11 +249,14 @@ class Operations:
         )
 
     async def read_logged(self, project_id: str, request_id: str) -> Operation:
-        """An operation of the log, to be executed again. Raises `EngineFailure` if it cannot be read back."""
+        """An operation of the log, to be executed again.
+
+        Raises `EngineFailure` if it cannot be read back, and what `Folders.placed` raises.
+        """
         record = await self._store.read(lambda db: log.get_operation(db, project_id, request_id))
         if record is None:
             raise unreadable()
-        return with_folder(await self._read_back(record), self._folder_path)
+        return await self._folders.placed(await self._read_back(record))
 
     def waiting_to_settle(self) -> dict[str, TinsmithError | None]:
         """Outcomes that the store could not take yet, by request id: the error, or None for a success."""
@@ -250,20 +279,23 @@ class Operations:
     def queue_state(self, request_id: str) -> QueueState:
         """Why a pending operation is not done yet, in words for its client."""
         live = self._live.get(request_id)
-        return QueueState("active", None) if live is None else live[0].waiting(request_id)
+        if live is None:
+            return QueueState("active", None)
+        doing = self._folders.doing(live.reads, live.writes)
+        return live.runtime.waiting(request_id) if doing is None else QueueState("active", doing)
 
     def cancel(self, request_id: str) -> None:
         """Drop a sample; ids that no runtime has are ignored."""
         live = self._live.get(request_id)
         if live is not None:
-            live[0].cancel(request_id)
+            live.runtime.cancel(request_id)
 
     def cancel_samples_of(self, session_id: str) -> None:
         """Drop the unfinished samples of a session that is over."""
         prefix = f"sampler:{session_id}:sample:"
-        for request_id, (runtime, scope) in list(self._live.items()):
-            if scope.startswith(prefix):
-                runtime.cancel(request_id)
+        for request_id, live in list(self._live.items()):
+            if live.scope.startswith(prefix):
+                live.runtime.cancel(request_id)
 
     async def refuse(self, project_id: str, runtime: ModelRuntime, model_id: str, scope: str, seq_id: int) -> None:
         """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
@@ -311,9 +343,11 @@ class Operations:
         self._close(request_id)
 
     def _close(self, request_id: str) -> None:
-        _, scope = self._live.pop(request_id, (None, None))
+        live = self._live.pop(request_id, None)
         self._started.pop(request_id, None)
-        self._wake(request_id, scope)
+        if live is not None:
+            live.release()
+        self._wake(request_id, None if live is None else live.scope)
 
     async def _write_result(
         self, record: OperationRecord, submission: Submission, outcome: OperationResult
@@ -326,6 +360,8 @@ class Operations:
         stored: Body = b""
         try:
             finished = await asyncio.to_thread(_finished, submission, record, outcome)
+            if submission.writes is not None:
+                await self._folders.publish(submission.writes)
             stored = await self._bodies.put(request_id, "result", finished.data)
             fail_point("result.before_row")
             await self._store.write(self._finish_rows(request_id, submission, finished, stored))
@@ -444,12 +480,3 @@ async def next_seq(db: AsyncSession, scope: str) -> int:
     if highest is not None and highest >= MAX_INT64:
         raise InvalidRequest("no seq_id is left in this model: the largest one was used", field="seq_id")
     return 1 if highest is None else highest + 1
-
-
-def with_folder(operation: Operation, folder_path: Callable[[str], str]) -> Operation:
-    """Turn the folder name inside a stored operation into a path for workers: the log never holds absolute paths."""
-    if isinstance(operation, SaveWeights | LoadWeights):
-        return replace(operation, folder=folder_path(operation.folder))
-    if isinstance(operation, Sample) and operation.adapter_folder is not None:
-        return replace(operation, adapter_folder=folder_path(operation.adapter_folder))
-    return operation

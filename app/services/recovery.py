@@ -22,7 +22,7 @@ from store import checkpoints, sessions
 from store import operations as log
 from store import runs as run_rows
 from store import snapshots as snapshot_rows
-from store.artifacts import Artifacts
+from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 from store.records import OperationRecord, RunRecord
@@ -61,7 +61,7 @@ class Recovery:
         *,
         store: Store,
         bodies: Bodies,
-        artifacts: Artifacts,
+        artifacts: ArtifactStore,
         models: BaseModels,
         operations: Operations,
         runs: Runs,

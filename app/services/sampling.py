@@ -228,6 +228,7 @@ class Sampling:
                 guard=guard,
                 finish=sample_encoder(parsed.operation, parsed.sparse_targets),
                 checkpoint_id=weights.checkpoint_id,
+                reads=weights.folder,
                 also=self._stability.recorder(sampler.base_model, parsed.operation),
             )
         )
@@ -302,6 +303,7 @@ class Sampling:
             guard=guard,
             finish=finish,
             checkpoint_id=weights.checkpoint_id,
+            reads=weights.folder,
             progress=progress,
         )
         with self._room.place(project_id, runtime):
@@ -326,7 +328,8 @@ class Sampling:
             return
         sparse = bool(decode_context(KIND, body).get("sparse_targets"))
         also = self._stability.recorder(sampler.base_model, operation)
-        self._operations.dispatch(record, resumed(record, runtime, None, sample_encoder(operation, sparse), also=also))
+        encode, reads = sample_encoder(operation, sparse), operation.adapter_folder
+        self._operations.dispatch(record, resumed(record, runtime, None, encode, also=also, reads=reads))
 
     async def _read_back(self, record: OperationRecord) -> tuple[bytes, Sample]:
         """A stored sample. Whatever is wrong is a `TinsmithError`: it must not keep the server from starting."""

@@ -226,6 +226,7 @@ class Weights:
                 finish=saving.finish,
                 cleanup=lambda: self._checkpoints.remove_folder(new.folder),
                 also=saving.also,
+                writes=new.folder,
             )
         )
 
@@ -237,18 +238,19 @@ class Weights:
         runtime, model_id = self._runs.runtime(run), run.model_id
         operation, context = decode_operation(record.kind, body), decode_context(record.kind, body)
         if isinstance(operation, LoadWeights):
-            path = str(context["path"])
-            if operation.create:
-                failed = state_rows(model_id, "failed")
-                return resumed(record, runtime, model_id, _loaded_new(model_id, path), creates=True, failed=failed)
-            return resumed(record, runtime, model_id, _loaded(model_id, path))
+            path, reads = str(context["path"]), operation.folder
+            if not operation.create:
+                return resumed(record, runtime, model_id, _loaded(model_id, path), reads=reads)
+            made, failed = _loaded_new(model_id, path), state_rows(model_id, "failed")
+            return resumed(record, runtime, model_id, made, creates=True, failed=failed, reads=reads)
         if not isinstance(operation, SaveWeights):
             raise ValueError(f"{record.kind} is neither a save nor a load")
         new, saving = self._resumed_save(record.kind, run, str(context["request"]))
         new = replace(new, checkpoint_id=str(context["checkpoint_id"]), folder=operation.folder)
         more = saving(new)
         remove = partial(self._checkpoints.remove_folder, new.folder)
-        return resumed(record, runtime, model_id, more.finish, cleanup=remove, also=more.also)
+        also, writes = more.also, new.folder
+        return resumed(record, runtime, model_id, more.finish, cleanup=remove, also=also, writes=writes)
 
     def _resumed_save(
         self, kind: str, run: RunRecord, text: str
@@ -305,6 +307,7 @@ class Weights:
                 model_id=model_id,
                 guard=self._runs.guard(project_id, model_id),
                 finish=_loaded(model_id, request.path),
+                reads=checkpoint.folder,
             )
         )
 
@@ -354,6 +357,7 @@ class Weights:
                 creates=True,
                 guard=guard,
                 finish=_loaded_new(model_id, request.path),
+                reads=checkpoint.folder,
                 failed=state_rows(model_id, "failed"),
             )
         )

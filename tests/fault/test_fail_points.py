@@ -11,6 +11,7 @@ from tinker import types
 
 from schemas.fail_points import POINTS
 from tests.fault.harness import CLIENT_SECONDS, MODEL, RAW_DATA, Raw, Service, fail_at, sdk, serving, train
+from tests.fault.test_object_storage import UPLOAD_PLACES
 
 OPTIONS = ("--snapshot-operations", "4", "--snapshot-share", "1", "--sweep-interval", "1")
 WORKER_PLACES = {
@@ -44,7 +45,7 @@ SERVER_PLACES = {
 
 
 def test_every_place_is_in_a_test() -> None:
-    named = {*WORKER_PLACES, *SERVER_PLACES}
+    named = {*WORKER_PLACES, *SERVER_PLACES, *UPLOAD_PLACES}
     assert named == set(POINTS), "a place that no test kills at proves nothing"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +11,21 @@ import pytest
 from store.database import Store
 from store.keys import ensure_project
 from tests.store.factories import NOW, Make
+from tests.support.object_server import CREDENTIALS, ObjectServer, object_server
+
+
+@pytest.fixture(scope="session")
+def objects() -> Iterator[ObjectServer]:
+    """A real S3 server; tests keep apart by their prefixes."""
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials in the usual variables."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import NotFound
-from store.artifacts import Artifacts
+from store.artifacts import ArtifactStore, FolderArtifacts
+from tests.store.test_store_object_artifacts import open_objects
+from tests.support.object_server import ObjectServer
 
 
-@pytest.fixture
-def artifacts(tmp_path: Path) -> Artifacts:
-    return Artifacts(tmp_path)
+@pytest.fixture(params=["folder", "objects"])
+def artifacts(request: pytest.FixtureRequest, tmp_path: Path) -> ArtifactStore:
+    """Both places of checkpoints, which must look the same from outside."""
+    if request.param == "folder":
+        return FolderArtifacts(tmp_path)
+    request.getfixturevalue("aws")
+    server: ObjectServer = request.getfixturevalue("objects")
+    return open_objects(tmp_path, server)
 
 
 def _fill(folder: Path, **files: bytes) -> None:
@@ -22,7 +29,7 @@ def _fill(folder: Path, **files: bytes) -> None:
         (folder / name).write_bytes(content)
 
 
-def test_generated_names_have_128_bits_and_no_order(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_generated_names_have_128_bits_and_no_order(artifacts: ArtifactStore, tmp_path: Path) -> None:
     pairs = [artifacts.new_folder() for _ in range(200)]
     names = [name for pair in pairs for name in pair]
     assert len(set(names)) == 400
@@ -40,7 +47,7 @@ def test_generated_names_have_128_bits_and_no_order(artifacts: Artifacts, tmp_pa
         *("a" * 31 + "а", "٣" * 32),
     ],
 )
-async def test_other_names_are_refused(artifacts: Artifacts, tmp_path: Path, name: str) -> None:
+async def test_other_names_are_refused(artifacts: ArtifactStore, tmp_path: Path, name: str) -> None:
     with pytest.raises(NotFound) as refused:
         artifacts.path(name)
     assert str(tmp_path) not in refused.value.message
@@ -49,7 +56,7 @@ async def test_other_names_are_refused(artifacts: Artifacts, tmp_path: Path, nam
             await use
 
 
-async def test_size_and_delete(artifacts: Artifacts, tmp_path: Path) -> None:
+async def test_size_and_delete(artifacts: ArtifactStore, tmp_path: Path) -> None:
     _, name = artifacts.new_folder()
     with pytest.raises(NotFound):
         await artifacts.size(name)
@@ -69,7 +76,7 @@ async def test_size_and_delete(artifacts: Artifacts, tmp_path: Path) -> None:
     assert (outside / "precious").read_bytes() == b"z" * 5000
 
 
-async def test_planted_link_is_refused_and_swept_without_its_target(artifacts: Artifacts, tmp_path: Path) -> None:
+async def test_planted_link_is_refused_and_swept_without_its_target(artifacts: ArtifactStore, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     _fill(outside, precious=b"z")
     _, name = artifacts.new_folder()
@@ -87,11 +94,11 @@ def test_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FileExistsError):
-        Artifacts(tmp_path)
+        FolderArtifacts(tmp_path)
 
 
 async def test_sweep_keeps_what_rows_name_and_what_is_not_ours(
-    artifacts: Artifacts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    artifacts: ArtifactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "checkpoints"
     kept, orphan, half = (artifacts.new_folder()[1] for _ in range(3))
@@ -114,7 +121,7 @@ async def test_a_copy_outlives_its_source(data_dir: Path, monkeypatch: pytest.Mo
 
     if not links:
         monkeypatch.setattr("store.artifacts.os.link", no_links)
-    artifacts = Artifacts(data_dir)
+    artifacts = FolderArtifacts(data_dir)
     (_, source), (_, target) = artifacts.new_folder(), artifacts.new_folder()
     artifacts.path(source).mkdir()
     (artifacts.path(source) / "a").write_bytes(b"content")
