@@ -281,15 +281,15 @@ def _add_delta(y: Tensor, x: Tensor, part: Part, router: Router) -> Tensor:
         down = torch.mm(_aligned(x[part.rows]), part.down.t())
         y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
         return down
-    start, stop = part.rows.start, part.rows.start + count + missing
-    if stop > len(x):
-        start, stop = len(x) - count - missing, len(x)
-    if start < 0:  # there are not so many
-        x, y_wide, own = *(functional.pad(each[part.rows], (0, 0, 0, missing)) for each in (x, y)), slice(0, count)
+    wanted = count + missing
+    if wanted > len(x):
+        x_wide, y_wide = (functional.pad(each[part.rows], (0, 0, 0, missing)) for each in (x, y))
+        own = slice(0, count)
     else:
-        x, y_wide = x[start:stop], y[start:stop]
+        start = min(part.rows.start, len(x) - wanted)
+        x_wide, y_wide = (each[start : start + wanted] for each in (x, y))
         own = slice(part.rows.start - start, part.rows.stop - start)
-    down = torch.mm(_aligned(x), part.down.t())
+    down = torch.mm(_aligned(x_wide), part.down.t())
     y[part.rows] = torch.addmm(y_wide, down, part.up.t(), alpha=part.scaling)[own]
     return down[own]
 

@@ -66,7 +66,7 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
 def _align(run: TrainingPass, model: Any, exact: bool) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
-    unit, block = choose_rows((linear.weight for linear in linears), run.head.linear.weight)
+    unit, block = choose_rows((linear.weight for linear in linears), model.get_output_embeddings().weight)
     run.router.row_block, run.router.row_unit, run.router.least_rows = block, unit, max(unit, LEAST_ROWS)
     filling = filling_for(model, unit)
     if exact and not filling.suits():
