@@ -88,18 +88,24 @@ class Router:
 
     `row_block`: products with base weights run over blocks of this many rows (None: over all rows at once), for
     machines whose product of one row depends on how many others there are. `row_unit`: passes have multiples of it,
-    and adapters' products at least so many rows, which then have the bits that they have among many others (1: off).
+    whose rows then have the bits that they have among many others (1: off). `least_rows`: adapters' products of
+    fewer rows are filled up to a multiple of it too, those of rank 1 whatever their rows.
     """
 
     segments: Segments | None = None
     gradients: Sequence[Pairs] | None = None
     row_block: int | None = None
     row_unit: int = 16
+    least_rows: int = 16
     lora_seconds: float = 0.0
     """Spent on adapters so far, by the clock of this process (on a GPU: to queue the work only)."""
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     """An input of every linear in a training pass, so that autograd reaches linears whose own input needs none."""
     _cast: tuple[Tensor, Tensor] | None = None
+
+    def missing(self, rows: int, rank: int) -> int:
+        """By how many rows an adapter's products are filled up."""
+        return -rows % self.row_unit if rows < self.least_rows or rank == 1 else 0
 
     @contextmanager
     def use(self, segments: Segments, gradients: Sequence[Pairs] | None = None) -> Iterator[None]:
@@ -202,8 +208,10 @@ class LoraLinear(nn.Module):
             return y
         flat = x.reshape(-1, x.shape[-1])
         y = self.product(x, flat)
+        if parts:
+            flat = flat.float()
         for part in parts:
-            _add_delta(y[part.rows], flat[part.rows].float(), part, self.router.row_unit)
+            _add_delta(y, flat, part, self.router)
         return y.view(*x.shape[:-1], -1)
 
     def product(self, x: Tensor, flat: Tensor) -> Tensor:
@@ -226,7 +234,7 @@ class _TrainedLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         y = linear.product(x, flat)
         began = time.perf_counter()
-        downs = [_add_delta(y[part.rows], flat[part.rows], part, linear.router.row_unit) for part in parts]
+        downs = [_add_delta(y, flat, part, linear.router) for part in parts]
         linear.router.lora_seconds += time.perf_counter() - began
         ctx.save_for_backward(flat if parts else None, *downs)
         ctx.linear, ctx.parts, ctx.shape = linear, parts, x.shape
@@ -261,20 +269,29 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows
 
 
-def _add_delta(y: Tensor, x: Tensor, part: Part, least: int) -> Tensor:
-    """Add `scaling * (x A^T) B^T` to the rows y [n, out] in place; returns x A^T [n, r].
+def _add_delta(y: Tensor, x: Tensor, part: Part, router: Router) -> Tensor:
+    """Add `scaling * (x A^T) B^T` to the part's rows of y [n, out] in place; returns x A^T of them, x being [n, in].
 
-    Products run over at least `least` rows, those behind the given ones being zero: fewer sum in another order.
+    Products of few rows take their neighbours in (`Router.missing`), whose results are thrown away: products of fewer
+    sum in another order.
     """
-    x, missing = _aligned(x), least - len(x)
-    if missing <= 0:
-        down = torch.mm(x, part.down.t())
-        y.addmm_(down, part.up.t(), alpha=part.scaling)
+    count = part.rows.stop - part.rows.start
+    missing = router.missing(count, len(part.down))
+    if not missing:
+        down = torch.mm(_aligned(x[part.rows]), part.down.t())
+        y[part.rows].addmm_(down, part.up.t(), alpha=part.scaling)
         return down
-    down = torch.mm(functional.pad(x, (0, 0, 0, missing)), part.down.t())
-    wide = functional.pad(y, (0, 0, 0, missing)).addmm_(down, part.up.t(), alpha=part.scaling)
-    y.copy_(wide[: len(y)])
-    return down[: len(y)]
+    wanted = count + missing
+    if wanted > len(x):
+        x_wide, y_wide = (functional.pad(each[part.rows], (0, 0, 0, missing)) for each in (x, y))
+        own = slice(0, count)
+    else:
+        start = min(part.rows.start, len(x) - wanted)
+        x_wide, y_wide = (each[start : start + wanted] for each in (x, y))
+        own = slice(part.rows.start - start, part.rows.stop - start)
+    down = torch.mm(_aligned(x_wide), part.down.t())
+    y[part.rows] = torch.addmm(y_wide, down, part.up.t(), alpha=part.scaling)[own]
+    return down[own]
 
 
 def linear_families(model: nn.Module) -> dict[str, Family]:

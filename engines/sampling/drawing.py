@@ -20,25 +20,26 @@ def draw_tokens(runnings: Sequence[Running], kind: LogprobKind) -> dict[str, Tin
 
     Returns the requests whose logits are not numbers, with their errors; nothing is drawn for them.
     """
-    failed = _broken(runnings)
-    rows = [(row, running) for running in runnings if running.request_id not in failed for row in running.alive]
-    logits = [running.logits for running in runnings if running.request_id not in failed and running.logits is not None]
+    found = torch.cat([running.logits for running in runnings if running.logits is not None])
+    # An infinite maximum has no distribution either; single tokens may well be impossible (-inf).
+    good = found.amax(-1).isfinite().tolist()
+    failed: dict[str, TinsmithError] = {}
+    rows: list[tuple[Row, Running]] = []
+    kept: list[int] = []
+    start = 0
     for running in runnings:
         running.logits = None
-    if rows:
-        _draw(rows, torch.cat(logits), kind)
-    return failed
-
-
-def _broken(runnings: Sequence[Running]) -> dict[str, TinsmithError]:
-    failed: dict[str, TinsmithError] = {}
-    for running in runnings:
-        assert running.logits is not None
-        # An infinite maximum has no distribution either; single tokens may well be impossible (-inf).
-        if not bool(running.logits.amax(-1).isfinite().all()):
+        places = range(start, start + len(running.alive))
+        start = places.stop
+        if all(good[place] for place in places):
+            rows += [(row, running) for row in running.alive]
+            kept += places
+        else:
             failed[running.request_id] = EngineFailure(
                 "the model's logits are not finite with this adapter", hint="its weights are broken"
             )
+    if rows:
+        _draw(rows, found if len(kept) == len(good) else found[kept], kind)
     return failed
 
 

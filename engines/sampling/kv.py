@@ -60,6 +60,15 @@ class Holder:
         buffer[1, :, :, self.length : stop] = values
         return buffer[0, :, :, :stop], buffer[1, :, :, :stop]
 
+    def append(self, layer: int, both: Tensor) -> tuple[Tensor, Tensor]:
+        """`write` for one more position per row: keys and values [2, rows, kv_heads, width] in one copy."""
+        buffer = self._layers.get(layer)
+        if buffer is None or buffer.shape[3] <= self.length:
+            return self.write(layer, both[0].unsqueeze(2), both[1].unsqueeze(2))
+        buffer[:, :, :, self.length] = both
+        filled = buffer[:, :, :, : self.length + 1]
+        return filled[0], filled[1]
+
     def advance(self, new: int) -> None:
         """`new` positions per row are complete."""
         self.length += new

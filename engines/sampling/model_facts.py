@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engines.lora import LoraLinear, Router
@@ -39,8 +39,9 @@ class ModelFacts:
         if not can_pack(model) or _routes_adapters(model):
             return PlainPass(model, router)
         filling = Filling() if router.row_unit == 1 else filling_for(model, router.row_unit)
-        if not filling.suits():
-            filling = Filling(router.row_unit)
+        # With some numbers of threads nothing suits; a few threads less are better than numbers that company changes.
+        while not filling.suits():
+            filling = replace(filling, threads=filling.threads - 1)
         shared = SamplingPass(model, router, OutputHead.of(model), filling)
         return shared if shared.fits() else PlainPass(model, router)
 

@@ -64,6 +64,7 @@ class SamplingPass:
         self._router = router
         self._head = head
         self._filling = filling
+        self._threads = filling.threads if filling.widths else None
         self.device: torch.device = model.get_input_embeddings().weight.device
 
     def open(self) -> Holder:
@@ -98,6 +99,12 @@ class SamplingPass:
         places = [_places(span) for span in spans]
         positions = torch.cat([*places, torch.zeros(filling, dtype=torch.int64)])
         segments = _segments([(span.adapter, span.count) for span in spans], filling)
+        with _at_most(self._threads):
+            return self._computed(spans, starts, tokens, positions, segments)
+
+    def _computed(
+        self, spans: Sequence[Span], starts: Sequence[int], tokens: Tensor, positions: Tensor, segments: Segments
+    ) -> list[Tensor]:
         with self._attention(list(zip(spans, starts, strict=True))), self._router.use(segments):
             hidden = self._model.base_model(
                 input_ids=tokens.to(self.device).unsqueeze(0),
@@ -135,6 +142,20 @@ class SamplingPass:
                 yield
         finally:
             _Current.spans = outer
+
+
+@contextmanager
+def _at_most(threads: int | None) -> Iterator[None]:
+    """No more threads than these inside (None: as many as there are)."""
+    former = torch.get_num_threads()
+    if threads is None or threads >= former:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
 
 
 def _places(span: Span) -> Tensor:
@@ -177,13 +198,31 @@ def attend(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     # The rows behind the last span fill the pass; what they compute is nobody's.
     output = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+    rowwise, both = query[0].transpose(0, 1), None
     for span, start in spans:
         rows, length = span.tokens.shape
+        if length == 1 and softcap is None and (sliding_window is None or span.holder.length < sliding_window):
+            both = torch.stack((key[0], value[0])).transpose(1, 2) if both is None else both
+            own = slice(start, start + rows)
+            keys, values = span.holder.append(layer, both[:, own])
+            output[own] = _one(rowwise[own], keys, values, scaling)
+            continue
         q, k, v = (sequences(tensor, start, rows, length) for tensor in (query, key, value))
         keys, values = span.holder.write(layer, k, v)
         out = _causal(q, keys, values, scaling, softcap, sliding_window)
         output[start : start + span.count] = out.transpose(1, 2).reshape(span.count, *output.shape[1:])
     return output.unsqueeze(0), None
+
+
+def _one(q: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+    """Attention of the last position, q [rows, heads, d], to all [rows, kv_heads, L, d]: [rows, heads, d].
+
+    Nothing is hidden from it, so heads that share keys are as good as positions of one head: one small product each.
+    """
+    rows, heads, width = q.shape
+    grouped = q.reshape(rows, keys.shape[1], heads // keys.shape[1], width)
+    out = functional.scaled_dot_product_attention(grouped, keys, values, scale=scaling)
+    return out.reshape(rows, heads, values.shape[3])
 
 
 def _causal(
@@ -201,10 +240,11 @@ def _causal(
     pieces = []
     for start, stop in pairwise(borders):
         part, seen_keys, seen_values = q[:, :, start - first : stop - first], keys[:, :, :stop], values[:, :, :stop]
-        mask = None
-        if stop - start > 1 or (window is not None and stop > window) or softcap is not None:
-            mask = visible(stop, window, q.device, start)
-        if softcap is not None and mask is not None:
+        if stop - start == 1 and softcap is None and (window is None or stop <= window):
+            pieces.append(_one(part[:, :, 0], seen_keys, seen_values, scaling).unsqueeze(2))
+            continue
+        mask = visible(stop, window, q.device, start)
+        if softcap is not None:
             pieces.append(capped_attention(part, seen_keys, seen_values, mask, scaling, softcap))
         else:
             pieces.append(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engines.lora import FAMILIES, AdapterWeights, LoraLinear, Router, attach, available_families, init_adapter
 from engines.torch_engine.attention import can_pack
 from engines.torch_engine.head import OutputHead
-from engines.torch_engine.invariance import choose_rows, filling_for, judge
+from engines.torch_engine.invariance import LEAST_ROWS, choose_rows, filling_for, judge
 from engines.torch_engine.loading import check_head, describe, freeze
 from engines.torch_engine.meter import Meter, product_parameters
 from engines.torch_engine.precision import weights_dtype
@@ -51,7 +51,7 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
     run = TrainingPass(model, router, head, meter, packs=can_pack(model), merge=not batch_invariant)
     cpu = run.device.type == "cpu"
     exact = batch_invariant and cpu and weights_dtype(model) == torch.float32
-    router.row_unit = 1
+    router.row_unit = router.least_rows = 1
     if run.packs and batch_invariant and cpu:
         _align(run, model, exact)
     if run.packs:
@@ -66,12 +66,13 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
 def _align(run: TrainingPass, model: Any, exact: bool) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
-    unit, block = choose_rows(linear.weight for linear in linears)
+    unit, block = choose_rows((linear.weight for linear in linears), model.get_output_embeddings().weight)
+    run.router.row_block, run.router.row_unit, run.router.least_rows = block, unit, max(unit, LEAST_ROWS)
     filling = filling_for(model, unit)
     if exact and not filling.suits():
-        run.packs = False
+        run.packs = False  # one sequence at a time trains; samples use fewer threads (`sampling_pass.py`)
         return
-    run.filling, run.router.row_block, run.router.row_unit = filling, block, unit
+    run.filling = filling
 
 
 def _probe(model: nn.Module) -> AdapterWeights:

@@ -22,21 +22,31 @@ from engines.torch_engine.training_pass import PassItem, TrainingPass
 
 _log = logging.getLogger(__name__)
 
-ROW_UNIT = 16
-"""Products of fewer rows sum in another order than those of many on some CPUs, and of other numbers on some threads."""
+ROW_UNITS = (4, 16)
+"""Products of fewer rows sum in another order than those of many on some CPUs, and of other numbers on some threads.
+A small unit makes a lone sample cheap, so the smallest that holds is taken."""
+LEAST_ROWS = 16
+"""From so many rows on, adapters' products need not be filled up (but those of rank 1)."""
 ROW_BLOCK = 64
-_PROBED = (1, 2, 3, 8)
+_PROBED = (1, 2, 3, 4, 5, 7, 8, 16)
+_RANKS = (1, 2, 8, 32)
+"""Of adapters that are tried out."""
 _LENGTHS = (21, 13)
 _CLOSE = 1e-3
 
 
-def choose_rows(weights: Iterable[Tensor]) -> tuple[int, int | None]:
+def choose_rows(weights: Iterable[Tensor], head: Tensor) -> tuple[int, int | None]:
     """(unit, block): rows come in multiples of the unit; products run over all of them at once (block None) if this
     machine then gives each row the same bits whatever others there are, else over blocks of a fixed number of rows.
+
+    Args:
+        weights: of the linears [out, in]; products with them, with their transposes and with adapters are tried out.
+        head: of the output head [vocab, hidden].
     """
     distinct = {tuple(weight.shape): weight for weight in weights}.values()
-    if all(_same_rows(weight, ROW_UNIT) and _same_rows(weight.t(), ROW_UNIT) for weight in distinct):
-        return ROW_UNIT, None
+    for unit in ROW_UNITS:
+        if all(_holds(weight, unit) for weight in distinct) and _same_rows(head.t(), unit, starts=1):
+            return unit, None
     return ROW_BLOCK, ROW_BLOCK
 
 
@@ -49,12 +59,21 @@ def filling_for(model: Any, unit: int) -> Filling:
     return Filling(unit, frozenset(widths), torch.get_num_threads())
 
 
-def _same_rows(weight: Tensor, unit: int) -> bool:
+def _holds(weight: Tensor, unit: int) -> bool:
+    """Whether the bits of rows are the same in all products with this weight [out, in] and with adapters on it."""
+    generator = torch.Generator().manual_seed(1)
+    adapters = [torch.randn(rank, sum(weight.shape), generator=generator).to(weight.device) for rank in _RANKS]
+    downs = [pair[:, weight.shape[0] :].contiguous().t() for pair in adapters]
+    ups = [pair[:, : weight.shape[0]].t().contiguous().t() for pair in adapters]
+    return all(_same_rows(each, unit) for each in (weight, weight.t(), *downs, *ups))
+
+
+def _same_rows(weight: Tensor, unit: int, starts: int = 4) -> bool:
     """Whether multiples of the unit, from anywhere in a large product, have the bits that they have in it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2 * unit * _PROBED[-1], weight.shape[0], generator=generator).to(weight)
     whole = torch.mm(x, weight)
-    for start in (0, 1, unit, 5 * unit + 3):
+    for start in (0, 1, unit, 5 * unit + 3)[:starts]:
         for count in _PROBED:
             rows = slice(start, start + count * unit)
             if not torch.equal(torch.mm(x[rows].clone(), weight), whole[rows]):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engines.sampling.prompt_scores import PromptScores
-from engines.sampling.sampling_rules import DrawRule, draw, stream, tempered_logprobs
+from engines.sampling.sampling_rules import DrawRule, _draw_filtered, draw, stream, tempered_logprobs
 from engines.sampling.stops import StopStrings, stop_rule
 from schemas.errors import InvalidRequest
 from schemas.operations import Sample, SamplingParams
@@ -68,7 +68,33 @@ def test_a_nucleus_wider_than_the_candidates_is_drawn_whole() -> None:
     flat = torch.zeros(1, 5000)
     rows = tempered_logprobs(flat.expand(64, -1), [1.0] * 64)
     tokens = draw(rows, [DrawRule(1.0, -1, 0.9)] * 64, np.linspace(0, 0.999, 64).tolist())
-    assert len(set(tokens)) == 64  # 1024 candidates hold a fifth of the mass; the nucleus needs 4500 tokens
+    assert len(set(tokens)) == 64  # the first candidates hold a hundredth of the mass; the nucleus needs 4500 tokens
+
+
+@pytest.mark.parametrize("levels", [3, 40, 10**6])
+def test_a_draw_does_not_depend_on_how_many_candidates_are_looked_at(levels: int) -> None:
+    """Few levels: many tokens are equally likely, and the border of top-k or of the nucleus lies among them."""
+    rules = [DrawRule(1.0, top_k, top_p) for top_k in (-1, 1, 7, 64, 65, 500, 2900) for top_p in (1.0, 0.95, 0.5, 0.01)]
+    rules = [rule for rule in rules if rule.filtered]
+    logits = torch.randn(len(rules), 3000, generator=torch.Generator().manual_seed(levels)) * 3
+    logprobs = torch.log_softmax((logits * levels / 20).round() / levels * 20, -1)
+    for uniform in (0.0, 0.37, 0.81, np.nextafter(1.0, 0.0)):
+        position = torch.full((len(rules),), float(uniform), dtype=torch.float64)
+        whole = _draw_filtered(logprobs, rules, position, 3000).tolist()
+        assert whole == [_by_hand(row, rule, uniform) for row, rule in zip(logprobs, rules, strict=True)]
+        for candidates in (1, 5, 64, 1024):
+            assert _draw_filtered(logprobs, rules, position, candidates).tolist() == whole
+
+
+def _by_hand(logprobs: Tensor, rule: DrawRule, uniform: float) -> int:
+    """Over the whole vocabulary in numpy; among equals the lower token comes first."""
+    order = np.argsort(-logprobs.numpy(), kind="stable")
+    order = order[: rule.top_k] if rule.top_k > 0 else order
+    mass = logprobs.double().exp().numpy()[order]
+    total = mass.cumsum()[-1] if rule.top_k > 0 else 1.0
+    mass = mass[mass.cumsum() - mass < rule.top_p * total]
+    place = int(np.searchsorted(mass.cumsum(), uniform * mass.cumsum()[-1], side="right"))
+    return int(order[min(place, len(mass) - 1)])
 
 
 def test_rows_with_different_rules_do_not_influence_each_other() -> None:
