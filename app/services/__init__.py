@@ -160,10 +160,6 @@ class Services:
         self.futures.wake_all()
         self.completions.close()
 
-    async def close_session(self, session_id: str) -> None:
-        """A session is over (the caller updated its row): close its runs, free its adapters, drop its samples."""
-        await self.runs.close_session(session_id)
-
 
 def utc_now() -> datetime:
     """The time, aware UTC."""
