@@ -35,6 +35,10 @@ class Front:
         self._loop.close()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.CancelledError):  # of `close`; the stream server would report it as a fault
+            await self._exchange(reader, writer)
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner_reader, inner_writer = await self._connect()
         ways = [
             asyncio.ensure_future(_copy(reader, inner_writer)),
