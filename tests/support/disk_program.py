@@ -16,8 +16,10 @@ import pyrage
 import pytest
 
 import store.bodies
+import workers.snapshots
 from app.doctor import check_data_folder
 from app.settings import Settings
+from store.snapshots import snapshots_of
 from tests.app.conftest import MODEL
 from tests.support.api import Api, serving
 from tests.support.faulty_disk import faulty_disk
@@ -35,7 +37,12 @@ FOLDER_CHECKS = ("database", "schema", "keys", "checkpoints", "bodies", "snapsho
 def calm_settings(data_dir: Path, model: Path) -> Settings:
     """Sweeps come only when they are called, so that every run asks the same of the disk."""
     return Settings(
-        data_dir=data_dir, base_model=[f"{MODEL}={model}"], poll_hold=0.3, sweep_interval=3600.0, shutdown_grace=1.0
+        data_dir=data_dir,
+        base_model=[f"{MODEL}={model}"],
+        poll_hold=0.3,
+        sweep_interval=3600.0,
+        shutdown_grace=1.0,
+        snapshot_share=1.0,
     )
 
 
@@ -102,10 +109,18 @@ class Client:
         assert copied.json()["tinker_path"]
         load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
         loaded = (await self.do("load_weights", **load))["model_id"]
+        await self._snapshot_of(loaded)
         await self._step(loaded, SMALL)
         scores = [await self._scores(each) for each in (model, loaded)]
         await self.request("POST", f"sessions/{session}/finish", json={"reason": {"type": "success"}})
         return scores
+
+    async def _snapshot_of(self, model: str) -> None:
+        """Wait for the one that follows a load."""
+        store = self._api.edge.app.state.store
+        async with asyncio.timeout(30):
+            while not await store.read(lambda db: snapshots_of(db, model)):  # noqa: ASYNC110 (a test)
+                await asyncio.sleep(0.01)
 
     async def _step(self, model: str, data: Any) -> None:
         await self.do("forward_backward", model_id=model, data=data, loss_fn="cross_entropy")
@@ -148,6 +163,7 @@ async def fail_calls(
         What failed, and the codes that clients were told.
     """
     patch.setattr(store.bodies, "INLINE_LIMIT", INLINE_LIMIT)
+    patch.setattr(workers.snapshots, "_AFTER_FAILURE", 0.0)
     failed: list[str] = []
     told: list[str] = []
     async with serving(settings) as api:
