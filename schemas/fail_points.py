@@ -3,8 +3,8 @@
 `TINSMITH_FAIL_AT=NUMBER[:KIND],HIT,MARKER[,VICTIM][;...]`: the process that comes to place NUMBER for the HIT-th time
 (counting operations of KIND only, if one is given) kills VICTIM with SIGKILL, once; the file MARKER then says that it
 has happened. VICTIM is `self` (the default), `edge` (the server), `worker` (the worker processes of the server) or
-`tree` (both). A victim that is not there is waited for: the place then kills at a later hit. Without the variable a
-place costs one look at an empty tuple. Not responsible for starting anything again.
+`tree` (both). A victim that is not there at that moment, because it died before and is not back, is as dead as it would
+be. Without the variable a place costs one look at an empty tuple. Not responsible for starting anything again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _PARENT = os.getppid()
 
 
 def _victims(victim: str) -> list[int]:
-    """Process ids, this process last; [] while the victim is not there."""
+    """Process ids of what is there of the victim, this process last."""
     me = os.getpid()
     if _IN_WORKER:
         server = [_PARENT] if os.getppid() == _PARENT else []
@@ -75,8 +75,7 @@ def _victims(victim: str) -> list[int]:
     else:
         server, workers = [me], _workers_of(me)
     found = {"self": [me], "edge": server, "worker": workers, "tree": [*server, *workers]}[victim]
-    complete = bool(found) and (victim != "tree" or bool(server and workers))
-    return sorted(found, key=lambda pid: pid == me) if complete else []
+    return sorted(found, key=lambda pid: pid == me)
 
 
 def _workers_of(server: int) -> list[int]:
@@ -111,8 +110,6 @@ class _Armed:
             if self.seen < self.hit or self.marker.exists():
                 return
             pids = _victims(self.victim)
-            if not pids:
-                return
             try:
                 os.close(os.open(self.marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             except FileExistsError:

@@ -60,8 +60,8 @@ PLACES = {
         "session.over": 1,
     },
 }
-"""The time that a process comes to the place at which the kill is done; later if the victim is not there then. As many
-deaths as a run of a minute or two has room for are in a group."""
+"""The time that a process comes to the place at which the kill is done. As many deaths as a run of a minute or two has
+room for are in a group."""
 WITHOUT_A_WORKER = {"start.swept"}
 """Places at which the server has none."""
 FEW = (
