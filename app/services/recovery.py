@@ -89,9 +89,11 @@ class Recovery:
         await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders))
         await self._bodies.sweep(await self._store.read(log.body_names))
         await self._history.sweep_at_start()
-        fail_point("start.swept")
         unfinished = await self._store.read(log.unfinished)
-        for run in await self._store.read(run_rows.live_runs):
+        live = await self._store.read(run_rows.live_runs)
+        if live:
+            fail_point("start.swept")
+        for run in live:
             if await self._session_over(run):  # it ended, and the process did before its runs were closed
                 await self._runs.close_session(run.session_id)
             elif await self._reopen(run, unfinished):
