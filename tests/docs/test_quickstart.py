@@ -1,6 +1,6 @@
 """The quickstart, with the unmodified SDK, teaches the real model something within 20 steps.
 
-The ordinary suite takes two of them (`test_readme.py`)."""
+The ordinary suite takes three of them (`test_readme.py`)."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def test_make_serve_says_where_the_server_is(real_server: RunningServer) -> None
 
 
 def test_make_demo_trains_and_exports(tmp_path: Path, real_server: RunningServer) -> None:
-    """Two steps; `test_quickstart.py` takes all twenty."""
+    """Three steps; `test_quickstart.py` takes all twenty."""
     output = tmp_path / "adapter"
-    arguments = f"--url {real_server.url} --data-dir {real_server.data_dir} --steps 2 --output {output}"
+    arguments = f"--url {real_server.url} --data-dir {real_server.data_dir} --steps 3 --output {output}"
     demo = subprocess.run(
         ["make", "--no-print-directory", "-o", ".venv/.ready", "demo", f"ARGS={arguments}"],
         cwd=ROOT,
