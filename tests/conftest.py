@@ -1,5 +1,5 @@
 """How the tests are shared by processes (`pytest -n 2 --dist loadgroup`): files stay whole, and so do the folders whose
-tests share one server."""
+tests share one server, unless a test names a group of its own."""
 
 from __future__ import annotations
 
@@ -15,4 +15,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path
         folder = place.parts[0]
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(place)))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(place)))

@@ -8,6 +8,7 @@ children of a service as well).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -70,12 +71,17 @@ class RankServer:
             self._count_calls(-1)
 
     def _load(self, start: Start) -> object | None:
+        # Libraries make millions of objects that stay; looking through them for garbage is a tenth of the start.
+        gc.disable()
         try:
             worker = resolve_builder(start.spec)(start.spec, lambda text: self._reply(Progress(text)))
             self._reply(Ready(worker.info))  # type: ignore[attr-defined]
         except Exception as error:
             self._reply(StartFailed(_start_error(error, start.spec.model)))
             return None
+        finally:
+            gc.freeze()
+            gc.enable()
         return worker
 
     def _answer(self, worker: object, call: Call) -> Answer:

@@ -39,12 +39,15 @@ class TrainingWorker:
     @register(Dispatch.ONE_TO_ALL)
     def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         """Make a fresh adapter; returns its number of trainable parameters."""
-        return self.engine.create_adapter(adapter_id, lora, optimizer)
+        parameters = self.engine.create_adapter(adapter_id, lora, optimizer)
+        fail_point("adapter.created")
+        return parameters
 
     @register(Dispatch.ONE_TO_ALL)
     def remove_adapter(self, adapter_id: str) -> None:
         """Free everything of an adapter; unknown ids are fine."""
         self.engine.remove_adapter(adapter_id)
+        fail_point("adapter.removed")
 
     @register(Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, adapter_id: str, folder: str, with_optimizer: bool) -> SavedAdapter:

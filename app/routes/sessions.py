@@ -92,28 +92,18 @@ async def finish_session(
     session_id: SessionId,
     request: Request,
     principal: PrincipalDep,
-    store: StoreDep,
     services: ServicesDep,
     presence: PresenceDep,
     settings: SettingsDep,
 ) -> Response:
     """End a session and free its adapters. The first reason wins; repeats are answered alike. The answer is empty."""
     end = await read_model(request, settings, FinishSessionRequest, absent=FinishSessionRequest())
-    record = await store.write(
-        lambda db: sessions.finish_session(
-            db,
-            principal.project_id,
-            session_id,
-            end.reason.type,
-            end.detail,
-            datetime.now(UTC),
-            by=principal.key_id,
-        )
+    record = await services.runs.finish_session(
+        principal.project_id, session_id, end.reason.type, end.detail, by=principal.key_id
     )
     if record is None:
         raise no_such_session(session_id)
     presence.forget(principal.project_id, session_id)
-    await services.close_session(session_id)
     return Response(status_code=200)
 
 

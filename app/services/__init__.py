@@ -179,10 +179,6 @@ class Services:
         self.completions.close()
         await self.artifacts.close()
 
-    async def close_session(self, session_id: str) -> None:
-        """A session is over (the caller updated its row): close its runs, free its adapters, drop its samples."""
-        await self.runs.close_session(session_id)
-
 
 def utc_now() -> datetime:
     """The time, aware UTC."""

@@ -185,6 +185,8 @@ class Checkpoints:
         """Remove the folders of overwritten checkpoints, but none that a row names: its transaction may have failed."""
         replaced, self._replaced = self._replaced, []
         named = await self._store.read(checkpoints.checkpoint_folders) if replaced else frozenset()
+        if replaced:
+            fail_point("checkpoint.replaced")
         for folder in replaced:
             if folder not in named:
                 await self.remove_folder(folder)
@@ -227,6 +229,7 @@ class Checkpoints:
         """Delete checkpoints past their time to live, and folders that were replaced by an overwrite."""
         expired = await self._store.read(lambda db: checkpoints.expired_checkpoints(db, self._clock()))
         for record in expired:
+            fail_point("expiry.found")
             await self._remove(record.checkpoint_id, "expired", None)
         await self._remove_replaced()
         if expired:

@@ -19,6 +19,7 @@ from app.services.paths import CheckpointPath, model_id_of
 from app.services.runs import require_active
 from app.services.training import creation_scope, request_digest
 from schemas.errors import Gone, NotFound, SeqIdConflict
+from schemas.fail_points import fail_point
 from schemas.requests import CopyWeightsRequest
 from store import checkpoints as rows
 from store import operations as log
@@ -90,11 +91,13 @@ class Copies:
         source = await self._checkpoints.owned_by(allowed, request.source_path, field="source_path")
         checkpoint_id, folder = self._checkpoints.draw_folder()
         await self._checkpoints.copy_folder(source.folder, folder)
+        fail_point("copy.linked")
         made = False
         try:
             record, made = await self._store.write(
                 lambda db: self._record(db, order, source, scope, seq_id, checkpoint_id, folder)
             )
+            fail_point("copy.recorded")
         finally:
             if not made:
                 await self._checkpoints.remove_folder(folder)

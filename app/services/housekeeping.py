@@ -165,11 +165,10 @@ class Housekeeping:
         silent = await self._store.read(lambda db: sessions.silent_sessions(db, now - self._session_timeout))
         for session in silent:
             if session.session_id not in self._seen:
-                await self._expire_session(session.session_id, now)
+                await self._expire_session(session.session_id)
 
-    async def _expire_session(self, session_id: str, now: datetime) -> None:
-        if await self._store.write(lambda db: sessions.expire_session(db, session_id, now)):
-            await self._runs.close_session(session_id)
+    async def _expire_session(self, session_id: str) -> None:
+        if await self._runs.expire_session(session_id):
             logger.info("session %s was silent for too long; its adapters are freed", session_id)
 
     async def _expire_results(self) -> None:

@@ -163,7 +163,7 @@ class Operations:
     async def _accept(self, submission: Submission) -> OperationRecord:
         request_id = self._new_id()
         body = await self._bodies.put(request_id, "request", submission.body)
-        fail_point("accept.before_row")
+        fail_point("accept.before_row", submission.kind)
 
         async def append(db: AsyncSession) -> tuple[OperationRecord, bool]:
             seq_id = submission.seq_id
@@ -204,7 +204,7 @@ class Operations:
         if not created:
             await self._bodies.delete([body])
             return record
-        fail_point("accept.after_row")
+        fail_point("accept.after_row", submission.kind)
         self.dispatch(record, submission)
         return record
 
@@ -301,6 +301,7 @@ class Operations:
         """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
         now = self._clock()
         await self._store.write(lambda db: log.record_refusal(db, project_id, scope, seq_id, now))
+        fail_point("refusal.recorded")
         runtime.note_refused(model_id, seq_id)
 
     async def fail_now(self, request_ids: list[str], error: TinsmithError) -> None:
@@ -363,9 +364,9 @@ class Operations:
             if submission.writes is not None:
                 await self._folders.publish(submission.writes)
             stored = await self._bodies.put(request_id, "result", finished.data)
-            fail_point("result.before_row")
+            fail_point("result.before_row", submission.kind)
             await self._store.write(self._finish_rows(request_id, submission, finished, stored))
-            fail_point("result.after_row")
+            fail_point("result.after_row", submission.kind)
         except Unavailable:
             await self._bodies.delete([stored])
             raise
@@ -409,7 +410,9 @@ class Operations:
         try:
             if submission.cleanup is not None:
                 await submission.cleanup()
+            fail_point("failure.before_row", submission.kind)
             await self._store.write(rows)
+            fail_point("failure.after_row", submission.kind)
         except Exception:
             logger.exception("the failure of %s (%s) could not be written", request_id, submission.kind)
             return False

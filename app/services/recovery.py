@@ -18,6 +18,7 @@ from app.services.sampling import Sampling
 from app.services.training import Training
 from app.services.weights import Weights
 from schemas.errors import TinsmithError
+from schemas.fail_points import fail_point
 from store import checkpoints, sessions
 from store import operations as log
 from store import runs as run_rows
@@ -89,7 +90,10 @@ class Recovery:
         await self._bodies.sweep(await self._store.read(log.body_names))
         await self._history.sweep_at_start()
         unfinished = await self._store.read(log.unfinished)
-        for run in await self._store.read(run_rows.live_runs):
+        live = await self._store.read(run_rows.live_runs)
+        if live:
+            fail_point("start.swept")
+        for run in live:
             if await self._session_over(run):  # it ended, and the process did before its runs were closed
                 await self._runs.close_session(run.session_id)
             elif await self._reopen(run, unfinished):

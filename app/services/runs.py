@@ -15,10 +15,11 @@ from app.services.base_models import BaseModels
 from app.services.operations import Operations, Rows
 from app.services.paths import is_direct, session_of
 from schemas.errors import Gone, ModelLost, NotFound
+from schemas.fail_points import fail_point
 from schemas.operations import OptimizerType
 from store import checkpoints, runs, samplers, sessions, slots
 from store.database import Store
-from store.records import CheckpointKind, CheckpointRecord, RunRecord
+from store.records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
 from workers.runtime import ModelRuntime
 
 
@@ -105,9 +106,45 @@ class Runs:
 
         await self._store.write(rows)
 
+    async def finish_session(
+        self, project_id: str, session_id: str, reason: str, detail: str | None, *, by: str
+    ) -> SessionRecord | None:
+        """End a session for its client's own reason, and close it as `close_session` does; None if there is none.
+
+        The first reason wins. `by` is the id of the key that asked.
+        """
+        now = self._clock()
+
+        async def rows(db: AsyncSession) -> tuple[SessionRecord | None, list[RunRecord]]:
+            record = await sessions.finish_session(db, project_id, session_id, reason, detail, now, by=by)
+            return record, [] if record is None else await _close_rows(db, session_id, now)
+
+        record, closed = await self._store.write(rows)
+        if record is not None:
+            self._let_go(session_id, closed)
+        return record
+
+    async def expire_session(self, session_id: str) -> bool:
+        """End a session that was silent for too long, and close it as `close_session` does; False if it was over."""
+        now = self._clock()
+
+        async def rows(db: AsyncSession) -> list[RunRecord] | None:
+            if not await sessions.expire_session(db, session_id, now):
+                return None
+            return await _close_rows(db, session_id, now)
+
+        closed = await self._store.write(rows)
+        if closed is not None:
+            self._let_go(session_id, closed)
+        return closed is not None
+
     async def close_session(self, session_id: str) -> None:
         """Close the runs of a session that is over, free their adapters, drop its samples and ephemeral weights."""
-        closed = await self._store.write(lambda db: _close_rows(db, session_id, self._clock()))
+        self._let_go(session_id, await self._store.write(lambda db: _close_rows(db, session_id, self._clock())))
+
+    def _let_go(self, session_id: str, closed: Sequence[RunRecord]) -> None:
+        """A session is over by its rows: its adapters and samples go from memory."""
+        fail_point("session.over")
         for run in closed:
             runtime = self._models.runtimes.get(run.base_model)
             if runtime is not None:

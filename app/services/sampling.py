@@ -34,6 +34,7 @@ from app.services.sample_room import SampleRoom
 from app.services.stability import Stability
 from app.services.training import request_digest
 from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError, TooManyRequests, Unavailable
+from schemas.fail_points import fail_point
 from schemas.operations import OperationResult, Sample, SampleDelta, SampleResult
 from schemas.requests import CreateSamplingSessionRequest, SampleRequest
 from store import checkpoints, samplers, slots
@@ -134,7 +135,9 @@ class Sampling:
                 now=self._clock(),
             )
 
-        return (await self._store.write(rows)).sampler_id
+        created = await self._store.write(rows)
+        fail_point("sampler.created")
+        return created.sampler_id
 
     async def _weights(self, project_id: str, request: CreateSamplingSessionRequest) -> tuple[str | None, str]:
         if request.model_path is None:

@@ -24,6 +24,7 @@ from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
 from app.services.runs import Runs, model_scope, optimizer_of, optimizer_type, require_active
 from app.services.training import creation_scope, json_result, request_digest, state_rows
 from schemas.errors import EngineFailure, InvalidRequest
+from schemas.fail_points import fail_point
 from schemas.operations import LoadWeights, OperationResult, OptimizerType, SavedAdapter, SaveWeights
 from schemas.requests import (
     LoadWeightsRequest,
@@ -172,6 +173,7 @@ class Weights:
             if recipients:
                 folder = self._checkpoints.folder_path(new.folder)
                 saved = replace(saved, size_bytes=encrypt_folder(folder, EXPORTED_FILES, recipients))
+                fail_point("export.encrypted")
             rows = self._checkpoints.record_rows(new, saved, with_optimizer=False)
             result = SaveWeightsExternalResult(path=str(path), size_bytes=saved.size_bytes)
             return json_result("save_weights_external", result, rows)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from sqlalchemy import text, update
+import pytest
+from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.services import runs
 from app.settings import Settings
 from store.tables import Operation, Run, Session
 from tests.support.api import DATA, Api, serving
@@ -94,6 +96,32 @@ async def test_runs_of_a_session_that_is_over_are_closed(tiny_settings: MakeSett
     async with serving(settings) as api:
         run = await api.edge.app.state.store.read(lambda db: db.get(Run, model))
         assert run.state == "closed"
+
+
+async def test_a_session_ends_together_with_its_runs_and_weights(
+    tiny_settings: MakeSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process dies just when the session is over by its row: nothing of it is left for ever."""
+    settings = tiny_settings()
+    async with serving(settings) as api:
+        session = await api.session()
+        model, other = await api.model(session), await api.model(session, 1)
+        await api.do("save_weights_for_sampler", model_id=model, sampling_session_seq_id=0)
+        await api.do("unload_model", model_id=model)
+
+        def die(point: str) -> None:
+            raise KeyboardInterrupt(point)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "fail_point", die)
+            with pytest.raises(KeyboardInterrupt):
+                await api.client.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
+        states = select(Run.model_id, Run.state)
+        found = dict(await api.edge.app.state.store.read(lambda db: db.execute(states)))
+        assert found == {model: "closed", other: "closed"}
+    async with serving(settings) as api:
+        await api.edge.app.state.services.housekeeping.sweep()
+        assert list((settings.data_dir / "checkpoints").iterdir()) == []
 
 
 async def test_a_run_whose_base_model_is_not_served_any_more_is_lost(tiny_settings: MakeSettings) -> None:

@@ -31,14 +31,22 @@ class Command:
         return json.loads(self.text(*arguments, before=("-f", "json"), **more))
 
     def text(
-        self, *arguments: str, before: tuple[str, ...] = (), stdin: str = "", identified: bool = False, **extra: str
+        self,
+        *arguments: str,
+        before: tuple[str, ...] = (),
+        stdin: str = "",
+        identified: bool = False,
+        fresh: bool = False,
+        **extra: str,
     ) -> str:
-        """Run it; what it printed. `identified`: against the server with tokens. `extra`: environment variables."""
+        """Run it; what it printed. `identified`: against the server with tokens. `fresh`: see `run_tinker`. `extra`:
+        environment variables."""
         world = self.world
         url, key = (world.identified_url, world.identified_key) if identified else (world.url, world.key)
         variables = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "HOME": str(self.home), **extra}
         wanted = {name: value for name, value in environment(variables).items() if value}
-        done = run_tinker([*before, *self.words, *arguments], wanted, self.home, stdin=stdin, seconds=SECONDS)
+        line = [*before, *self.words, *arguments]
+        done = run_tinker(line, wanted, self.home, stdin=stdin, seconds=SECONDS, fresh=fresh)
         assert done.returncode == 0, f"exit {done.returncode}: {done.stderr}{done.stdout}"
         return done.stdout
 
@@ -158,5 +166,5 @@ class Commands:
 
     def version(self, world: World, command: Command) -> str:
         """`version`"""
-        assert "0.38.0" in command.text()
+        assert "0.38.0" in command.text(fresh=True)
         return "the version; asks nothing"

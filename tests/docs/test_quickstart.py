@@ -1,4 +1,6 @@
-"""The quickstart, with the unmodified SDK, teaches the real model something within 20 steps."""
+"""The quickstart, with the unmodified SDK, teaches the real model something within 20 steps.
+
+The ordinary suite takes three of them (`test_readme.py`)."""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ import json
 from pathlib import Path
 
 import pytest
-from peft import PeftModel
 from rich.console import Console
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from examples import quickstart
+from tests.support.peft_adapter import assert_loads_in_peft
 from tests.support.server import RunningServer
+
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +37,7 @@ def test_the_model_recites_what_it_was_taught(report: quickstart.Report) -> None
 
 
 def test_the_exported_adapter_loads_in_peft(report: quickstart.Report, real_server: RunningServer) -> None:
-    folder = report.exported[0].parent
-    assert {file.name for file in report.exported} >= {"adapter_config.json", "adapter_model.safetensors"}
-    base = next((real_server.data_dir / "base_models").glob("*/config.json")).parent
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
-    loaded = {name for name, _ in model.named_parameters() if "lora_" in name}
-    assert len(loaded) == len(load_file(folder / "adapter_model.safetensors"))
+    assert_loads_in_peft(report.exported[0].parent, real_server)
 
 
 def test_the_checkpoint_path_is_a_training_checkpoint(report: quickstart.Report) -> None:

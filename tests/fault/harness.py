@@ -12,8 +12,9 @@ import sqlite3
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from tinker import types
 
 from schemas.fail_points import POINTS, VARIABLE
+from tests.fault.front import Front
 from tests.support.server import TINSMITH, environment, free_port, wait_until_ready
 
 MODEL = "acme/tiny"
@@ -43,12 +45,15 @@ class Service:
         self.data_dir = folder / "data"
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.log = folder / "server.log"
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        port = free_port()
+        self._inside = f"http://127.0.0.1:{port}"
+        self._front = Front(port)
+        self.url = f"http://127.0.0.1:{self._front.port}"
+        """For clients: connections to it wait while the server is away."""
         self.starts = 0
         self._environment = environment({VARIABLE: fail_at} if fail_at else {})
         self._command = [
-            *(str(TINSMITH), "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)),
+            *(str(TINSMITH), "serve", "--port", str(port), "--data-dir", str(self.data_dir)),
             *("--base-model", f"{MODEL}={base}", "--threads", "1", "--shutdown-grace", "2", "--restart-limit", "50"),
             *options,
         ]
@@ -59,12 +64,13 @@ class Service:
     def start(self) -> None:
         """Start, wait until it serves, and from then on start it again whenever it is gone."""
         self._process = self._spawn()
-        wait_until_ready(self.url, self._process, self.log, 120)
+        wait_until_ready(self._inside, self._process, self.log, 120)
         self._keeper.start()
 
     def stop(self) -> None:
         """End it for good."""
         self._over.set()
+        self._front.close()
         if self._keeper.is_alive():
             self._keeper.join()
         assert self._process is not None
@@ -97,12 +103,20 @@ class Service:
             return False
         return bool(children)
 
+    def wait_for_start(self) -> None:
+        """Wait until the next server is there, after one was killed."""
+        before = self.starts
+        deadline = time.monotonic() + 120
+        while self.starts == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.wait_until_ready()
+
     def wait_until_ready(self) -> None:
         """Wait until the base model is loaded."""
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.url}/api/v1/readyz", timeout=5).status_code == 200:
+                if httpx.get(f"{self._inside}/api/v1/readyz", timeout=5).status_code == 200:
                     return
             except httpx.TransportError:
                 time.sleep(0.1)
@@ -166,14 +180,30 @@ def serving(folder: Path, base: Path, *options: str, fail_at: str = "") -> Itera
         service.stop()
 
 
-def fail_at(folder: Path, places: dict[str, int], *, tree: tuple[str, ...] = ()) -> str:
-    """The value of the variable: place -> at which hit. `tree`: where the whole process group dies."""
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = [
-        f"{POINTS.index(place)},{hit},{folder / place}{',tree' if place in tree else ''}"
-        for place, hit in places.items()
-    ]
-    return ";".join(parts)
+@dataclass(frozen=True)
+class Kill:
+    """At a place (or there with operations of one kind, `place:kind`), when it is reached for the `hit`-th time in one
+    life of a process: who dies (`schemas.fail_points.VICTIMS`)."""
+
+    at: str
+    victim: str
+    hit: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of the marker."""
+        return f"{self.at} {self.victim}"
+
+
+def fail_at(markers: Path, kills: Iterable[Kill]) -> str:
+    """The value of the variable. Who has died leaves a file in `markers`."""
+    markers.mkdir(parents=True, exist_ok=True)
+    return ";".join(_armed(kill, markers / kill.name) for kill in kills)
+
+
+def _armed(kill: Kill, marker: Path) -> str:
+    place, colon, kind = kill.at.partition(":")
+    return f"{POINTS.index(place)}{colon}{kind},{kill.hit},{marker},{kill.victim}"
 
 
 # -- what clients do --------------------------------------------------------------------------------------------------
@@ -221,36 +251,45 @@ class Raw:
 
     def call(self, method: str, route: str, **body: Any) -> dict[str, Any]:
         """The JSON of a 200."""
-        deadline = time.monotonic() + 120
+        answer = self._answer(method, route, **body)
+        assert answer.status_code in (200, 204), answer.text
+        return dict(answer.json()) if answer.content else {}
+
+    def delete(self, route: str) -> None:
+        """Delete what may be deleted already: the answer to the first try may have been lost."""
+        answer = self._answer("DELETE", route)
+        assert answer.status_code in (200, 204, 404), answer.text
+
+    def refused(self, route: str, **body: Any) -> str:
+        """The code of a refusal."""
+        answer = self._answer("POST", route, **body)
+        assert answer.status_code == 400, answer.text
+        return str(answer.json()["error"]["code"])
+
+    def do(self, route: str, **body: Any) -> dict[str, Any]:
+        """The result of an operation."""
+        outcome = self._outcome(route, **body)
+        assert "error" not in outcome, outcome
+        return outcome
+
+    def fails(self, route: str, **body: Any) -> str:
+        """The code with which an operation fails."""
+        return str(self._outcome(route, **body)["code"])
+
+    def _outcome(self, route: str, **body: Any) -> dict[str, Any]:
+        request_id = self.call("POST", route, **body)["request_id"]
+        return self.call("POST", "retrieve_future", request_id=request_id)
+
+    def _answer(self, method: str, route: str, **body: Any) -> httpx.Response:
+        """What is neither a lost connection nor "not now"."""
+        deadline = time.monotonic() + CLIENT_SECONDS
         while time.monotonic() < deadline:
             try:
                 answer = self._http.request(method, route, json=body or None)
             except httpx.TransportError:
                 time.sleep(0.2)
                 continue
-            if answer.status_code in (408, 503):
-                time.sleep(0.1)
-                continue
-            assert answer.status_code in (200, 204), answer.text
-            return dict(answer.json()) if answer.content else {}
+            if answer.status_code not in (408, 503):
+                return answer
+            time.sleep(0.1)
         raise AssertionError(f"{route} had no answer")
-
-    def delete(self, route: str) -> None:
-        """Delete what may be deleted already: the answer to the first try may have been lost."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            try:
-                answer = self._http.delete(route)
-            except httpx.TransportError:
-                time.sleep(0.2)
-                continue
-            assert answer.status_code in (200, 204, 404), answer.text
-            return
-        raise AssertionError(f"{route} had no answer")
-
-    def do(self, route: str, **body: Any) -> dict[str, Any]:
-        """The outcome of an operation."""
-        request_id = self.call("POST", route, **body)["request_id"]
-        outcome = self.call("POST", "retrieve_future", request_id=request_id)
-        assert "error" not in outcome, outcome
-        return outcome

@@ -1,138 +1,151 @@
-"""Every numbered place on the way of an operation is where a process dies; the clients finish, and nothing differs."""
+"""Every numbered place is where the server, its worker, or both are killed; the clients finish, and nothing differs.
+
+The ordinary suite kills at a few places of great consequence; `-m exhaustive` kills everybody at every place, and at
+both ends of every kind of operation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from tinker import types
 
+from app.doctor import check_data_folder
 from schemas.fail_points import POINTS
-from tests.fault.harness import CLIENT_SECONDS, MODEL, RAW_DATA, Raw, Service, fail_at, sdk, serving, train
+from tests.fault.harness import Kill, fail_at, serving
+from tests.fault.programs import KINDS, OPTIONS, together
 from tests.fault.test_object_storage import UPLOAD_PLACES
 
-OPTIONS = ("--snapshot-operations", "4", "--snapshot-share", "1", "--sweep-interval", "1")
-WORKER_PLACES = {
-    "forward_backward.opened": 3,
-    "forward_backward.computed": 4,
-    "optim_step.taken": 2,
-    "zero_grad.done": 1,
-    "save.begun": 1,
-    "save.written": 1,
-    "load.done": 1,
-    "snapshot.captured": 1,
-    "snapshot.written": 1,
-    "snapshot.renamed": 1,
-    "restore.done": 2,
-    "sample.turn": 1,
+PLACES = {
+    "training": {
+        "accept.before_row": 3,
+        "accept.after_row": 5,
+        "refusal.recorded": 1,
+        "turn.before_call": 2,
+        "turn.after_call": 2,
+        "adapter.created": 1,
+        "forward_backward.opened": 2,
+        "forward_backward.computed": 3,
+        "optim_step.taken": 2,
+        "zero_grad.done": 1,
+        "result.before_row": 3,
+        "result.after_row": 3,
+        "failure.before_row": 1,
+        "failure.after_row": 1,
+    },
+    "coming back": {
+        "snapshot.captured": 1,
+        "snapshot.written": 1,
+        "snapshot.renamed": 1,
+        "snapshot.before_row": 1,
+        "snapshot.after_row": 1,
+        "start.swept": 1,
+        "recover.before_restore": 2,
+        "restore.done": 1,
+        "recover.replayed": 2,
+        "load.done": 1,
+    },
+    "weights": {
+        "save.begun": 1,
+        "save.written": 1,
+        "checkpoint.replaced": 1,
+        "checkpoint.forgotten": 1,
+        "expiry.found": 1,
+        "copy.linked": 1,
+        "copy.recorded": 1,
+        "export.encrypted": 1,
+        "sampler.created": 1,
+        "sample.turn": 1,
+        "adapter.removed": 1,
+        "session.over": 1,
+    },
 }
-"""Of the worker: which time that it comes there it dies."""
-SERVER_PLACES = {
-    "accept.before_row": 6,
-    "accept.after_row": 9,
-    "turn.before_call": 2,
-    "turn.after_call": 2,
-    "result.before_row": 3,
-    "result.after_row": 3,
-    "snapshot.before_row": 1,
-    "snapshot.after_row": 1,
-    "recover.before_restore": 2,
-    "recover.replayed": 2,
-    "checkpoint.forgotten": 1,
-}
+"""The time that a process comes to the place at which the kill is done. As many deaths as a run of a minute or two has
+room for are in a group."""
+WITHOUT_A_WORKER = {"start.swept"}
+"""Places at which the server has none."""
+FEW = (
+    Kill("accept.after_row", "edge", 5),
+    Kill("forward_backward.computed", "worker", 4),
+    Kill("snapshot.renamed", "edge"),
+    Kill("save.written", "worker"),
+    Kill("result.before_row:optim_step", "tree", 3),
+)
 
 
 def test_every_place_is_in_a_test() -> None:
-    named = {*WORKER_PLACES, *SERVER_PLACES, *UPLOAD_PLACES}
-    assert named == set(POINTS), "a place that no test kills at proves nothing"
+    named = [*(place for places in PLACES.values() for place in places), *UPLOAD_PLACES]
+    assert sorted(named) == sorted(POINTS), "a place that no test kills at proves nothing"
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, object]:
     """What the clients have in the end when nobody dies."""
     with serving(tmp_path_factory.mktemp("undisturbed"), base, *OPTIONS) as service:
-        return _everything(service)
+        found = together(service)
+        kinds = {kind for (kind,) in service.rows("SELECT DISTINCT kind FROM operations")}
+        assert kinds - {"copy_weights", "refused"} == set(KINDS), "a kind that no client asks for proves nothing"
+        return found
 
 
-def test_a_worker_that_dies_at_any_place_changes_nothing(
-    tmp_path: Path, base: Path, expected: dict[str, object]
+def test_a_few_deaths_at_the_worst_places_change_nothing(tmp_path: Path, base: Path) -> None:
+    """The undisturbed run is on the same server, after the last of the deaths."""
+    markers = tmp_path / "markers"
+    with serving(tmp_path, base, *OPTIONS, fail_at=fail_at(markers, FEW)) as service:
+        found = together(service, 2)
+        _everybody_died(markers, FEW)
+        starts = service.starts
+        _same(found, together(service, 2))
+        assert service.starts == starts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    "victim", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("edge", "worker", "tree")]
+)
+def test_whoever_dies_at_any_place_changes_nothing(
+    tmp_path: Path, base: Path, expected: dict[str, object], victim: str, places: str
 ) -> None:
-    _compare(tmp_path, base, expected, WORKER_PLACES)
+    kills = [
+        Kill(place, victim, hit)
+        for place, hit in PLACES[places].items()
+        if victim == "edge" or place not in WITHOUT_A_WORKER
+    ]
+    _compare(tmp_path, base, expected, kills)
 
 
-def test_a_server_that_dies_at_any_place_changes_nothing(
-    tmp_path: Path, base: Path, expected: dict[str, object]
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("kinds")
+@pytest.mark.parametrize(("place", "victim"), [("accept.after_row", "edge"), ("result.before_row", "tree")])
+def test_a_death_at_either_end_of_any_kind_of_operation_changes_nothing(
+    tmp_path: Path, base: Path, expected: dict[str, object], place: str, victim: str
 ) -> None:
-    _compare(tmp_path, base, expected, SERVER_PLACES, tree=("turn.after_call", "result.before_row"))
+    _compare(tmp_path, base, expected, [Kill(f"{place}:{kind}", victim) for kind in KINDS])
 
 
-def _compare(
-    folder: Path,
-    base: Path,
-    expected: Mapping[str, object],
-    places: Mapping[str, int],
-    tree: tuple[str, ...] = (),
-) -> None:
-    """Run the clients on a server that dies at each of the places, and compare what they have."""
+def _compare(folder: Path, base: Path, expected: Mapping[str, object], kills: list[Kill]) -> None:
+    """Run the clients on a server that dies so often, and compare what they have."""
     markers = folder / "markers"
-    with serving(folder, base, *OPTIONS, fail_at=fail_at(markers, dict(places), tree=tree)) as service:
-        found = _everything(service)
-    missing = set(places) - {marker.name for marker in markers.iterdir()}
+    with serving(folder, base, *OPTIONS, fail_at=fail_at(markers, kills)) as service:
+        found = together(service)
+        _everybody_died(markers, kills)
+        service.kill_server()
+        service.wait_for_start()  # which removes what the deaths left half done
+    _same(found, expected)
+    checks = check_data_folder(service.data_dir)
+    assert all(check.status == "ok" for check in checks), checks
+
+
+def _everybody_died(markers: Path, kills: Iterable[Kill]) -> None:
+    missing = {kill.name for kill in kills} - {marker.name for marker in markers.iterdir()}
     assert not missing, f"nobody died at {missing}"
+
+
+def _same(found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == value, name
-
-
-def _everything(service: Service) -> dict[str, object]:
-    """Two clients at once; what they have in the end."""
-    with ThreadPoolExecutor(2) as threads:
-        sdk_client, raw_client = threads.submit(_sdk_program, service), threads.submit(_raw_program, service)
-        return {**sdk_client.result(timeout=CLIENT_SECONDS), **raw_client.result(timeout=CLIENT_SECONDS)}
-
-
-def _sdk_program(service: Service) -> dict[str, object]:
-    with sdk(service) as client:
-        training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=3).result()
-        train(training, 8)
-        middle = training.save_state("middle").result(timeout=CLIENT_SECONDS).path
-        train(training, 2)
-        training.load_state(middle).result(timeout=CLIENT_SECONDS)
-        train(training, 6)
-        sampler = training.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=5)
-        drawn = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, params).result(timeout=CLIENT_SECONDS)
-        final = training.save_state("final").result(timeout=CLIENT_SECONDS).path
-        model_id = final.removeprefix("tinker://").split("/")[0]
-        return {
-            "middle": service.saved(middle),
-            "final": service.saved(final),
-            "drawn": [list(sequence.tokens) for sequence in drawn.sequences],
-            "outcomes": service.outcomes(model_id),
-            "tokens": service.tokens(model_id.split(":")[0]),
-        }
-
-
-def _raw_program(service: Service) -> dict[str, object]:
-    """Clears gradients, which the SDK cannot, and deletes a checkpoint."""
-    raw = Raw(service)
-    session = raw.call("POST", "create_session", sdk_version="test")["session_id"]
-    lora = {"rank": 4, "seed": 9}
-    created = raw.do("create_model", session_id=session, model_seq_id=0, base_model=MODEL, lora_config=lora)
-    model, seq = created["model_id"], 0
-    for step in range(5):
-        for route, body in (
-            ("forward_backward", {"data": RAW_DATA, "loss_fn": "cross_entropy"}),
-            ("zero_grad", {}),
-            ("forward_backward", {"data": RAW_DATA, "loss_fn": "cross_entropy"}),
-            ("optim_step", {"adam_params": {"learning_rate": 0.01 / (1 + step)}}),
-        ):
-            seq += 1
-            raw.do(route, model_id=model, seq_id=seq, **body)
-    kept = raw.do("save_weights", model_id=model, seq_id=seq + 1, path="raw")["path"]
-    saved = service.saved(kept)
-    gone = raw.do("save_weights", model_id=model, seq_id=seq + 2, path="gone")["path"]
-    raw.delete(f"training_runs/{model}/checkpoints/weights/gone")
-    assert gone.endswith("gone")
-    return {"raw": saved, "raw outcomes": service.outcomes(model)}

@@ -21,7 +21,7 @@ from tinker import types
 
 from app.backup import back_up
 from schemas.fail_points import POINTS
-from tests.fault.harness import CLIENT_SECONDS, MODEL, Service, example, fail_at, sdk, serving, train
+from tests.fault.harness import CLIENT_SECONDS, MODEL, Kill, Service, example, fail_at, sdk, serving, train
 from tests.support.object_server import CREDENTIALS, SECRET, ObjectServer, object_server
 
 UPLOAD_PLACES = {"upload.begun": 2, "upload.file": 3, "upload.complete": 1}
@@ -67,13 +67,13 @@ def save_repeatedly(client: Any, count: int) -> list[str]:
 def test_a_server_that_dies_in_an_upload_leaves_no_half_checkpoint(tmp_path: Path, base: Path, place: str) -> None:
     assert place in POINTS
     with object_server() as server:
-        marks = tmp_path / "marks"
+        marks, kill = tmp_path / "marks", Kill(place, "edge", UPLOAD_PLACES[place])
         options = server.arguments("s")
-        with serving(tmp_path, base, *options, fail_at=fail_at(marks, {place: UPLOAD_PLACES[place]})) as service:
+        with serving(tmp_path, base, *options, fail_at=fail_at(marks, [kill])) as service:
             client = sdk(service).create_lora_training_client(base_model=MODEL, rank=4, seed=1)
             paths = save_repeatedly(client, 3)
             assert service.starts == 2
-            assert (marks / place).exists()
+            assert (marks / kill.name).exists()
             for path in paths:
                 again = sdk(service).create_training_client_from_state_with_optimizer(path)
                 train(again, 1)

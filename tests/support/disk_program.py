@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyrage
 import pytest
 
 import store.bodies
+import workers.snapshots
 from app.doctor import check_data_folder
 from app.settings import Settings
+from store.snapshots import snapshots_of
 from tests.app.conftest import MODEL
 from tests.support.api import Api, serving
 from tests.support.faulty_disk import faulty_disk
@@ -23,6 +28,7 @@ LARGE = [{"model_input": [5] * 60, "loss_fn_inputs": {"target_tokens": [6] * 60}
 """Request and result are kept in files, if `INLINE_LIMIT` is the one below."""
 INLINE_LIMIT = 200
 SMALL = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]}}]
+RECIPIENT = str(pyrage.x25519.Identity.generate().to_public())
 CODES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 TOLD = {"unavailable", "database_unavailable", "checkpoint_not_written"}
 FOLDER_CHECKS = ("database", "schema", "keys", "checkpoints", "bodies", "snapshots", "left over")
@@ -31,7 +37,12 @@ FOLDER_CHECKS = ("database", "schema", "keys", "checkpoints", "bodies", "snapsho
 def calm_settings(data_dir: Path, model: Path) -> Settings:
     """Sweeps come only when they are called, so that every run asks the same of the disk."""
     return Settings(
-        data_dir=data_dir, base_model=[f"{MODEL}={model}"], poll_hold=0.3, sweep_interval=3600.0, shutdown_grace=1.0
+        data_dir=data_dir,
+        base_model=[f"{MODEL}={model}"],
+        poll_hold=0.3,
+        sweep_interval=3600.0,
+        shutdown_grace=1.0,
+        snapshot_share=1.0,
     )
 
 
@@ -91,16 +102,25 @@ class Client:
         path = (await self.do("save_weights", model_id=model, path="a", overwrite=True))["path"]
         assert path == first
         await self.do("save_weights_external", model_id=model, path="e")
+        await self.do("save_weights_external", model_id=model, path="sealed", age_encryption_recipients=[RECIPIENT])
         target = {"source_path": path, "session_id": session, "model_seq_id": 3}
         copied = await self.request("POST", "copy_weights", json=target)
         await self.request("DELETE", f"training_runs/{model}/checkpoints/sampler_weights/s")
         assert copied.json()["tinker_path"]
         load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
         loaded = (await self.do("load_weights", **load))["model_id"]
+        await self._snapshot_of(loaded)
         await self._step(loaded, SMALL)
         scores = [await self._scores(each) for each in (model, loaded)]
         await self.request("POST", f"sessions/{session}/finish", json={"reason": {"type": "success"}})
         return scores
+
+    async def _snapshot_of(self, model: str) -> None:
+        """Wait for the one that follows a load."""
+        store = self._api.edge.app.state.store
+        async with asyncio.timeout(30):
+            while not await store.read(lambda db: snapshots_of(db, model)):  # noqa: ASYNC110 (a test)
+                await asyncio.sleep(0.01)
 
     async def _step(self, model: str, data: Any) -> None:
         await self.do("forward_backward", model_id=model, data=data, loss_fn="cross_entropy")
@@ -115,37 +135,63 @@ def _key(number: int) -> dict[str, str]:
     return {"X-Idempotency-Key": f"program {number}"}
 
 
-async def fail_every_call(
-    settings: Settings, kinds: frozenset[str], patch: pytest.MonkeyPatch
+@dataclass(frozen=True)
+class Fault:
+    """The call of this number (from 1) fails with this error; `only` counts calls of one name."""
+
+    number: int
+    code: int
+    only: str | None = None
+
+
+async def fail_calls(
+    settings: Settings,
+    kinds: frozenset[str],
+    patch: pytest.MonkeyPatch,
+    choose: Callable[[list[str]], Sequence[Fault]],
 ) -> tuple[list[str], list[str]]:
-    """Run the program once for each call of these kinds that it makes, and let that call fail.
+    """Run the program once for each chosen call that it makes, and let that call fail.
 
     Every run must end with the weights of the undisturbed one, and leave a data folder with nothing damaged, nothing
-    missing and nothing left over.
+    missing and nothing left over. A chosen call that does not come fails the test.
+
+    Args:
+        kinds: which kinds of calls are counted.
+        choose: what is to fail, of the calls of an undisturbed run.
 
     Returns:
-        The calls of the undisturbed run, and the codes that clients were told.
+        What failed, and the codes that clients were told.
     """
     patch.setattr(store.bodies, "INLINE_LIMIT", INLINE_LIMIT)
+    patch.setattr(workers.snapshots, "_AFTER_FAILURE", 0.0)
+    failed: list[str] = []
     told: list[str] = []
     async with serving(settings) as api:
         with faulty_disk(settings.data_dir, patch) as disk:
-            with disk.failing(0, errno.EIO, kinds):
-                expected = await Client(api).program(0)
-            calls = list(disk.seen)
-            for number in range(1, len(calls) + 10):
+            for run in range(2):  # the first makes folders that stay
+                with disk.failing(0, errno.EIO, kinds):
+                    expected = await Client(api).program(run)
+            for run, fault in enumerate(choose(list(disk.seen)), start=2):
                 client = Client(api)
-                with disk.failing(number, CODES[number % len(CODES)], kinds):
-                    assert await client.program(number) == expected, disk.fired
+                with disk.failing(fault.number, fault.code, kinds, fault.only):
+                    assert await client.program(run) == expected, disk.fired
+                assert disk.fired is not None, f"{fault} never came"
+                failed.append(disk.fired)
                 told += client.refusals
-                if disk.fired is None:
-                    break
-            else:
-                raise AssertionError("the program asks more and more of the disk")
         await api.edge.app.state.services.housekeeping.sweep()
         await asyncio.to_thread(_whole, settings.data_dir)
     _whole(settings.data_dir)
-    return calls, told
+    return failed, told
+
+
+def every(calls: list[str], code: int | None = None) -> list[Fault]:
+    """Each call, with this code, or in turn with each of `CODES`."""
+    return [Fault(number, code or CODES[number % len(CODES)]) for number in range(1, len(calls) + 1)]
+
+
+def one_of_each(calls: list[str]) -> list[Fault]:
+    """The first call of each kind on each kind of file, in turn with each of `CODES`."""
+    return [Fault(1, CODES[place % len(CODES)], call) for place, call in enumerate(dict.fromkeys(calls))]
 
 
 def _whole(data_dir: Path) -> None:

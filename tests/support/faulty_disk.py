@@ -37,15 +37,18 @@ class FaultyDisk:
         self._fail_at = 0
         self._code = errno.EIO
         self._kinds = KINDS
+        self._only: str | None = None
         self.active = False
         self.seen: list[str] = []
         """Kind and file name of everything so far; generated parts of names left out."""
         self.fired: str | None = None
 
     @contextmanager
-    def failing(self, fail_at: int, code: int, kinds: frozenset[str] = KINDS) -> Iterator[None]:
-        """Count from the beginning, and refuse one call."""
-        self._fail_at, self._code, self._kinds = fail_at, code, kinds
+    def failing(
+        self, fail_at: int, code: int, kinds: frozenset[str] = KINDS, only: str | None = None
+    ) -> Iterator[None]:
+        """Count from the beginning, and refuse one call; `only` counts calls of one kind on one file (as in `seen`)."""
+        self._fail_at, self._code, self._kinds, self._only = fail_at, code, kinds, only
         self.seen, self.fired, self.active = [], None, True
         try:
             yield
@@ -56,8 +59,11 @@ class FaultyDisk:
         """Whether this call is to fail."""
         if not self.active or kind not in self._kinds or not self._folder.match(str(path)):
             return False
+        call = f"{kind} {re.sub('[0-9a-f]{8,}', '*', os.path.basename(str(path)))}"
         with self._lock:
-            self.seen.append(f"{kind} {re.sub('[0-9a-f]{8,}', '*', os.path.basename(str(path)))}")
+            if self._only not in (None, call):
+                return False
+            self.seen.append(call)
             if len(self.seen) != self._fail_at:
                 return False
             self.fired = self.seen[-1]
