@@ -1,7 +1,7 @@
 """Numbered places at which a process can be told to die, to prove that nothing is lost if it does.
 
 `TINSMITH_FAIL_AT=NUMBER,HIT,MARKER[,tree][;...]`: the process that comes to place NUMBER for the HIT-th time kills
-itself with SIGKILL (`tree`: its whole process group), once; the file MARKER then says that it has happened. Without the
+itself with SIGKILL (`tree`: its whole session, server and workers), once; the file MARKER then says that it has happened. Without the
 variable a place costs one look at an empty tuple. Not responsible for starting anything again.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,8 +68,16 @@ class _Armed:
             except FileExistsError:
                 return
         if self.tree:
-            os.killpg(0, signal.SIGKILL)
+            _kill_others_of_session()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_others_of_session() -> None:
+    """A worker is in a process group of its own; what it shares with its server is the session."""
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(ProcessLookupError):
+            if pid != os.getpid() and os.getsid(pid) == os.getsid(0):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _armed(text: str) -> tuple[_Armed, ...]:

@@ -42,9 +42,11 @@ from store.artifacts import Artifacts
 from store.bodies import Bodies
 from store.database import Store
 from store.snapshot_files import SnapshotFiles
+from store.under_way import UnderWayFile
 from workers.group import WorkerGroup
 from workers.runtime import ModelRuntime
 from workers.snapshots import SnapshotPolicy
+from workers.under_way import Mark, UnderWay
 
 GroupFactory = Callable[[str, str | None], WorkerGroup]
 """(served name, source) -> a group that is not started. source None = the built-in default model."""
@@ -143,6 +145,8 @@ class Services:
     door_models: DoorModels
     openai: OpenAIDoor
     anthropic: AnthropicDoor
+    under_way: UnderWay
+    marked: UnderWayFile
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
@@ -153,6 +157,8 @@ class Services:
     async def stop(self, grace: float) -> None:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
+        await self.under_way.end()
+        self.marked.close()
         self.operations.stopping()
         await self.models.stop(grace)
         await self.operations.retry_unsettled()
@@ -207,6 +213,13 @@ def build_services(
 
     history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock)
 
+    marked = UnderWayFile(settings.data_dir)
+
+    def mark(now: Mark, durable: bool) -> None:
+        marked.write(now.running, now.again, durable)
+
+    under_way = UnderWay(mark)
+
     async def models_lost(model_ids: Sequence[str]) -> None:
         await runs.mark_lost(model_ids)
 
@@ -230,6 +243,7 @@ def build_services(
                 size_bytes=settings.snapshot_mib << 20,
                 share=settings.snapshot_share,
             ),
+            under_way=under_way,
         )
 
     models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
@@ -290,6 +304,7 @@ def build_services(
         weights=weights,
         sampling=sampling,
         history=history,
+        under_way=marked,
     )
     door_models = DoorModels(models, sampling, checkpoints)
 
@@ -321,4 +336,6 @@ def build_services(
         door_models=door_models,
         openai=OpenAIDoor(door_models, make_run),
         anthropic=AnthropicDoor(door_models, make_run),
+        under_way=under_way,
+        marked=marked,
     )
