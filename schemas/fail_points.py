@@ -1,8 +1,8 @@
 """Numbered places at which a process can be told to die, to prove that nothing is lost if it does.
 
 `TINSMITH_FAIL_AT=NUMBER,HIT,MARKER[,tree][;...]`: the process that comes to place NUMBER for the HIT-th time kills
-itself with SIGKILL (`tree`: its whole session, server and workers), once; the file MARKER then says that it has happened. Without the
-variable a place costs one look at an empty tuple. Not responsible for starting anything again.
+itself with SIGKILL (`tree`: its whole session, the server and its workers), once; the file MARKER then says that it has
+happened. Without the variable a place costs one look at an empty tuple. Not responsible for starting anything again.
 """
 
 from __future__ import annotations
