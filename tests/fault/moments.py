@@ -167,7 +167,7 @@ def copy_moment(data_dir: Path, to: Path) -> None:
             if unchanging and now - source.stat().st_mtime > SETTLED_SECONDS:
                 os.link(source, target / name)
             else:
-                shutil.copyfile(source, target / name)
+                shutil.copy2(source, target / name)
 
 
 def problems(data_dir: Path) -> list[str]:
@@ -185,7 +185,7 @@ async def opens(data_dir: Path) -> None:
 # -- what a server makes of a copy ------------------------------------------------------------------------------------
 def settings_for(data_dir: Path, base: Path) -> Settings:
     """A server on a copy, in this process."""
-    return Settings(data_dir=data_dir, base_model=[f"{MODEL}={base}"], poll_hold=5.0, gap_timeout=120.0)
+    return Settings(data_dir=data_dir, base_model=[f"{MODEL}={base}"], poll_hold=5.0)
 
 
 def _rows(data_dir: Path, query: str, *values: object) -> list[tuple[Any, ...]]:

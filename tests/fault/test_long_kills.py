@@ -19,11 +19,11 @@ from tests.fault.harness import MODEL, Service, sdk, serving, train
 CLIENTS = 4
 STEPS = 50
 """Of each client."""
-STEPS_BETWEEN = (4, 12)
+STEPS_BETWEEN = (6, 18)
 """How many steps, of all clients together, are begun before the next process is killed: what is slower is not killed
 more often, and everybody comes forward in between."""
 CLIENT_SECONDS = 800.0
-LEAST_KILLS = 12
+LEAST_KILLS = 8
 
 
 def _program(service: Service, seed: int, steps: Counter[int] | None = None) -> tuple[str, str]:
