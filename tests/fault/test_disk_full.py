@@ -1,4 +1,4 @@
-"""A real server whose disk is full or read-only, or whose files may not grow: errors are clear, training goes on after it.
+"""A real server whose disk is full or read-only, or whose files may not grow: errors are clear, then training goes on.
 
 A disk of a few megabytes (tmpfs in a mount namespace of the server's own), where the kernel lets us make one; and
 everywhere the kernel's limit on the size of a file, set and taken away while the server and its worker run.
