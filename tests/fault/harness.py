@@ -120,7 +120,7 @@ class Service:
 
     def wait_until_ready(self) -> None:
         """Wait until the base model is loaded."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + CLIENT_SECONDS
         while time.monotonic() < deadline:
             try:
                 if httpx.get(f"{self.url}/api/v1/readyz", timeout=5).status_code == 200:
@@ -242,7 +242,7 @@ class Raw:
 
     def call(self, method: str, route: str, **body: Any) -> dict[str, Any]:
         """The JSON of a 200."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + CLIENT_SECONDS
         while time.monotonic() < deadline:
             try:
                 answer = self._http.request(method, route, json=body or None)
@@ -258,7 +258,7 @@ class Raw:
 
     def delete(self, route: str) -> None:
         """Delete what may be deleted already: the answer to the first try may have been lost."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + CLIENT_SECONDS
         while time.monotonic() < deadline:
             try:
                 answer = self._http.delete(route)

@@ -53,6 +53,7 @@ def _victim(service: Service, *routes: str) -> tuple[list[object], dict[str, byt
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_what_kills_the_whole_tree_each_time_fails_and_nothing_else_notices(tmp_path: Path, base: Path) -> None:
     place = POINTS.index("zero_grad.done")
     deadly = [f"{place},1,{tmp_path / f'death {number}'},tree" for number in range(MAX_SERVER_DEATHS)]
