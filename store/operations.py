@@ -8,7 +8,7 @@ itself stays, so that a late repeat is still recognised. Not responsible for run
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, cast
@@ -165,6 +165,15 @@ async def unfinished(db: AsyncSession) -> list[OperationRecord]:
     return [_record(row) for row in rows]
 
 
+async def count_deaths(db: AsyncSession, running: Collection[str], again: Collection[str]) -> int:
+    """A server was killed while it executed these, of which those that are settled were not cut off, and executed the
+    others again. Returns how many are counted."""
+    cut_off = Operation.request_id.in_(running) & (Operation.state == "pending")
+    executed = Operation.request_id.in_(again) & (Operation.state != "pending")
+    change = update(Operation).where(or_(cut_off, executed)).values(deaths=Operation.deaths + 1)
+    return len((await db.scalars(change.returning(Operation.request_id))).all())
+
+
 async def expire_results(
     db: AsyncSession, delivered_before: datetime, undelivered_before: datetime, *, limit: int = 500
 ) -> list[BodyRef]:
@@ -213,7 +222,8 @@ async def _settle(
     before = aliased(Operation)
     last = select(func.coalesce(func.max(before.settled_seq), 0)).where(before.scope == Operation.scope)
     place = last.scalar_subquery() + 1  # one writer: whoever reads a place has all places before it
-    change = update(Operation).where(*pending).values(state=state, finished_at=now, settled_seq=place, **outcome)
+    outcome |= {"state": state, "finished_at": now, "settled_seq": place, "deaths": 0}
+    change = update(Operation).where(*pending).values(**outcome)
     settled = await db.scalars(change.returning(Operation.request_id))
     return settled.one_or_none() is not None
 
@@ -244,4 +254,5 @@ def _record(row: Operation) -> OperationRecord:
         finished_at=row.finished_at,
         delivered_at=row.delivered_at,
         checkpoint_id=row.checkpoint_id,
+        deaths=row.deaths,
     )

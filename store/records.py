@@ -193,11 +193,14 @@ class OperationRecord:
     delivered_at: datetime | None
     """When the outcome was handed out for the first time."""
     checkpoint_id: str | None = None
+    deaths: int = 0
+    """How often a server was killed while it executed this."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedOperation:
-    """A line of a model's log without its bodies. `size`: bytes of the request's body; None once it is gone."""
+    """A line of a model's log without its bodies. `size`: bytes of the request's body; None once it is gone. `deaths`:
+    how often a server was killed while it executed this again."""
 
     request_id: str
     kind: str
@@ -205,6 +208,7 @@ class LoggedOperation:
     state: OperationState
     error_code: str | None
     size: int | None
+    deaths: int
 
 
 @dataclass(frozen=True, slots=True)

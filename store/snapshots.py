@@ -125,6 +125,7 @@ async def log_of(db: AsyncSession, model_id: str, after_seq: int) -> list[Logged
         Operation.state,
         Operation.error["code"].as_string(),
         size,
+        Operation.deaths,
     )
     chosen = select(*columns).where(Operation.scope == MODEL_SCOPE + model_id, Operation.seq_id > after_seq)
     return [LoggedOperation(*row) for row in (await db.execute(chosen.order_by(Operation.seq_id))).all()]

@@ -218,7 +218,8 @@ class CustomLoss(Base):
 class Operation(Base):
     """A body is either inline (`*_inline`) or a reference to a file (`*_ref`); both NULL once expired. `settled_seq`
     numbers the outcomes of a scope in the order in which they became durable. `checkpoint_id` is what a sample reads:
-    it stays as long as such a sample is pending."""
+    it stays as long as such a sample is pending. `deaths` is how often a server was killed while it executed the
+    operation, in a row as long as that is pending."""
 
     __tablename__ = "operations"
     __table_args__ = (
@@ -246,6 +247,7 @@ class Operation(Base):
     result_ref: Mapped[dict[str, Any] | None]
     body_inline: Mapped[bytes | None]
     result_inline: Mapped[bytes | None]
+    deaths: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class Snapshot(Base):

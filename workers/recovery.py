@@ -26,6 +26,8 @@ RECOVERING = "recovering"
 MAX_DEATHS = 5
 """How often an operation of a live model may be under way when the worker dies; from the first time on it runs alone,
 so that the next one blames nobody else."""
+MAX_SERVER_DEATHS = 3
+"""How often an operation may be under way when the server dies, all its processes at once; after that it fails."""
 CREATION = 0
 """The seq_id of what makes a model."""
 _RETRY_SECONDS = 1.0
@@ -43,7 +45,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class PastOperation:
-    """A settled operation that changed its model. `failed`: it ended with an error that is expected again."""
+    """A settled operation that changed its model. `failed`: it ended with an error that is expected again.
+
+    `deaths`: how often a server was killed while it executed this again.
+    """
 
     seq_id: int
     request_id: str
@@ -51,6 +56,7 @@ class PastOperation:
     size: int
     failed: bool
     load: Callable[[], Awaitable[Operation]]
+    deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +234,10 @@ class Recovery:
                 raise lost(model_id, error.message) from error
             record.not_before = self._clock() + _RETRY_SECONDS
             return None
-        replays = [self._replay(model_id, past, old) for old in past.operations if old.seq_id > applied_seq]
+        after = [old for old in past.operations if old.seq_id > applied_seq]
+        if any(old.deaths >= MAX_SERVER_DEATHS for old in after):
+            raise lost(model_id, "the server died each time that it executed one of its operations again")
+        replays = [self._replay(model_id, past, old) for old in after]
         cut_off = [entry for entry in record.cut_off if not entry.over]
         record.cut_off, record.restored = [], True
         record.total, record.done = len(replays), 0
@@ -280,6 +289,7 @@ class Recovery:
             done,
             is_step=old.is_step,
             size=old.size,
+            deaths=old.deaths,
         )
         return Entry(ticket, seq_id=old.seq_id, again=again)
 

@@ -21,8 +21,9 @@ from workers.recovery import RECOVERING, History
 from workers.sampling_lane import SamplingLane
 from workers.snapshots import SnapshotPolicy
 from workers.throughput import Throughput, ThroughputMeter
-from workers.tickets import Desk, QueueState, Ticket
+from workers.tickets import Desk, Entry, QueueState, Ticket
 from workers.training_lane import TrainingLane
+from workers.under_way import UnderWay
 
 __all__ = ["Load", "ModelRuntime", "QueueState", "Throughput", "Ticket"]
 
@@ -67,6 +68,7 @@ class ModelRuntime:
         on_models_lost: told which models cannot be brought back after a worker died, before their operations fail.
         history: the log and the snapshots from which models are brought back; None = live models die with a worker.
         snapshots: when a snapshot of a model is taken.
+        under_way: what all runtimes of this server execute now; None = nothing beside this one counts.
         clock: monotonic seconds.
     """
 
@@ -86,6 +88,7 @@ class ModelRuntime:
         on_models_lost: Callable[[Sequence[str]], Awaitable[None]],
         history: History | None = None,
         snapshots: SnapshotPolicy | None = None,
+        under_way: UnderWay | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -97,7 +100,8 @@ class ModelRuntime:
         self._restart_pause = restart_pause
         self._on_models_lost = on_models_lost
         self._clock = clock
-        self._desk = Desk()
+        self._under_way = under_way or UnderWay()
+        self._desk = Desk(self._under_way.answering)
         self._turn_timeout = turn_timeout
         self._meter = ThroughputMeter()
         self._training = TrainingLane(
@@ -286,6 +290,7 @@ class ModelRuntime:
 
     async def _rest(self) -> None:
         """Wait for news, or for the next deadline."""
+        await self._under_way.mark()
         deadline = self._training.next_deadline()
         pause = None if deadline is None else max(0.0, deadline - self._clock())
         try:
@@ -294,7 +299,11 @@ class ModelRuntime:
         except TimeoutError:
             return
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Any, executes: Sequence[Entry] = ()) -> Any:
+        async with self._under_way.call(executes):
+            return await self._call_now(method, *args)
+
+    async def _call_now(self, method: str, *args: Any) -> Any:
         try:
             async with asyncio.timeout(self._turn_timeout if method in _TURNS else None):
                 value = await self._group.call(method, *args)

@@ -92,8 +92,11 @@ class SamplingLane:
 
     # -- what the edge does ----------------------------------------------------------------------------------------
     def submit(self, entry: Entry) -> None:
-        """Queue a sample."""
-        self._line.add(entry)
+        """Queue a sample, unless servers have died over it too often."""
+        if entry.attempts > MAX_RERUNS:
+            self._desk.finish(entry, WorkerDied("the server died each time that it ran this sample"))
+        else:
+            self._line.add(entry)
 
     def cancel(self, entry: Entry) -> None:
         """Answer a sample that nobody wants any more with `Gone`; one that decodes stops before the next turn."""
@@ -126,7 +129,8 @@ class SamplingLane:
         turn = SampleTurn(added, tuple(cancelled), *self._length(idle, seconds))
         began = self._clock()
         try:
-            result: SampleTurnResult = await self._call("sample_turn", turn)
+            executes = [running.entry for running in self._running.values()]
+            result: SampleTurnResult = await self._call("sample_turn", turn, executes=executes)
         except WorkerDied:
             raise
         except TinsmithError as error:

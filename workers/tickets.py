@@ -32,6 +32,8 @@ class Ticket:
         changes: whether its success changes the model.
         size: bytes of its stored form.
         undo: removes what a run that was cut off may have left on disk; awaited before it runs again.
+        deaths: how often a server was killed while it executed this, in a row.
+        left_over: whether an earlier server accepted it.
         progress: takes new tokens of a sample as they are drawn: each token once, also when the sample has to begin
             again, and all of them before `done`. Must not block. None = nobody listens.
     """
@@ -48,6 +50,8 @@ class Ticket:
     size: int = 0
     undo: Callable[[], Awaitable[None]] | None = None
     progress: Callable[[SampleDelta], None] | None = None
+    deaths: int = 0
+    left_over: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,16 @@ class Entry:
     """The place in the model's order, once it is queued."""
     running: bool = False
     attempts: int = 0
-    """How often it was lost with a worker, or failed together with others, and has to run again."""
+    """How often it was lost with a worker or a server, or failed together with others, and has to run again."""
     over: bool = False
     again: Callable[[OperationResult | TinsmithError], None] | None = None
     """Told the outcome of an operation that was settled before and is only executed again: nobody is answered."""
     told: dict[int, int] = field(default_factory=dict)
     """Of a sample that streams: sequence -> how many of its tokens `progress` has had."""
     _loading: asyncio.Future[Operation] | None = None
+
+    def __post_init__(self) -> None:
+        self.attempts = self.ticket.deaths
 
     def start(self) -> None:
         """It begins to run."""
@@ -114,9 +121,13 @@ def _observe(loading: asyncio.Future[Operation]) -> None:
 
 
 class Desk:
-    """All entries that are not answered yet, by request id. Answers run beside the work, a bounded number at a time."""
+    """All entries that are not answered yet, by request id. Answers run beside the work, a bounded number at a time.
 
-    def __init__(self, max_answering: int = 32) -> None:
+    `answering` is told when the writing of an answer begins (True) and when it has ended.
+    """
+
+    def __init__(self, answering: Callable[[Entry, bool], None], max_answering: int = 32) -> None:
+        self._tell = answering
         self._entries: dict[str, Entry] = {}
         self._answering: set[asyncio.Task[None]] = set()
         self._max_answering = max_answering
@@ -151,7 +162,8 @@ class Desk:
         del self._entries[entry.ticket.request_id]
         if isinstance(outcome, TinsmithError) and outcome.category == "server":
             _log.warning("request %s failed: %s: %s", entry.ticket.request_id, outcome.code, outcome.message)
-        task = asyncio.ensure_future(self._answer(entry.ticket, outcome))
+        self._tell(entry, True)
+        task = asyncio.ensure_future(self._answer(entry, outcome))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
@@ -170,8 +182,10 @@ class Desk:
         while self._answering:
             await asyncio.wait(self._answering)
 
-    async def _answer(self, ticket: Ticket, outcome: OperationResult | TinsmithError) -> None:
+    async def _answer(self, entry: Entry, outcome: OperationResult | TinsmithError) -> None:
         try:
-            await ticket.done(outcome)
+            await entry.ticket.done(outcome)
         except Exception:
-            _log.exception("the outcome of request %s cannot be recorded", ticket.request_id)
+            _log.exception("the outcome of request %s cannot be recorded", entry.ticket.request_id)
+        finally:
+            self._tell(entry, False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 from schemas.errors import (
@@ -28,7 +29,7 @@ from schemas.operations import (
     OperationResult,
 )
 from workers.adapters import Adapters, create_adapter, start_call
-from workers.recovery import MAX_DEATHS, History, Recovery, lost
+from workers.recovery import MAX_DEATHS, MAX_SERVER_DEATHS, History, Recovery, lost
 from workers.scheduler import TrainingLine
 from workers.snapshots import SnapshotPolicy, Snapshots
 from workers.throughput import ThroughputMeter
@@ -83,7 +84,7 @@ class TrainingLane:
         self._desk = desk
         self._call = call
         self._line = TrainingLine(gap_timeout)
-        self._composer = Composer(self._line, Heads(), check=self._check, refuse=self._refuse)
+        self._composer = Composer(self._line, Heads(), banned=_banned, check=self._check, refuse=self._refuse)
         self._turns = TurnRunner(
             call,
             self._composer,
@@ -420,15 +421,18 @@ class TrainingLane:
         model = self._models.get(model_id)
         if model is None:
             raise gone()
+        call = partial(self._call, executes=(entry,))
         if _creates(operation):
-            return await self._create(model_id, model, operation)
+            return await self._create(call, model_id, model, operation)
         self._composer.prefetch()
         if self._snapshots is not None and isinstance(operation, LoadWeights):
             self._snapshots.hurry(model_id)  # once it is taken, nobody needs the checkpoint any more
-        result: OperationResult = await start_call(self._call, model_id, operation)
+        result: OperationResult = await start_call(call, model_id, operation)
         return result
 
-    async def _create(self, model_id: str, model: _Model, operation: CreateModel | LoadWeights) -> OperationResult:
+    async def _create(
+        self, call: WorkerCall, model_id: str, model: _Model, operation: CreateModel | LoadWeights
+    ) -> OperationResult:
         if model.live:
             raise InvalidRequest(f"model {model_id!r} exists already", field="model_id")
         coming = 0 if self._recovery is None else self._recovery.waiting
@@ -438,7 +442,7 @@ class TrainingLane:
                 hint="finish a session that is no longer needed, or ask the operator to raise max_adapters",
                 code="adapter_limit",
             )
-        result = await create_adapter(self._call, model_id, operation)
+        result = await create_adapter(call, model_id, operation)
         self._adapters.on_worker.add(model_id)
         model.live = True
         if self._snapshots is not None and isinstance(operation, LoadWeights):
@@ -476,16 +480,24 @@ class TrainingLane:
                 entry.unload()
                 self._recovery.wait(model_id, entry)
                 return []
-            error = WorkerDied(
-                "the worker died each time that it executed this operation",
-                hint="it may need more memory than there is: send fewer or shorter datums at a time",
-            )
-            return [(entry, error)]
+            return [(entry, _deadly("worker"))]
         if entry.attempts <= MAX_RERUNS:
             self._again.append(entry)
             return []
         error = WorkerDied("the worker died each time that it created this model")
         return [(entry, self._note_failure(entry, error))]
+
+
+def _deadly(victim: str) -> WorkerDied:
+    return WorkerDied(
+        f"the {victim} died each time that it executed this operation",
+        hint="it may need more memory than there is: send fewer or shorter datums at a time",
+    )
+
+
+def _banned(entry: Entry) -> TinsmithError | None:
+    """Why an operation must not run at all."""
+    return _deadly("server") if entry.ticket.deaths >= MAX_SERVER_DEATHS else None
 
 
 def _creates(operation: Operation) -> TypeGuard[CreateModel | LoadWeights]:

@@ -167,6 +167,7 @@ class Composer:
     """Fills turns from the line.
 
     Args:
+        banned: why an operation must not even be read back, if so.
         check: why a model cannot run an operation, if so.
         refuse: answers an entry that cannot run.
     """
@@ -176,11 +177,13 @@ class Composer:
         line: TrainingLine,
         heads: Heads,
         *,
+        banned: Callable[[Entry], TinsmithError | None],
         check: Callable[[str, Operation], TinsmithError | None],
         refuse: Callable[[Entry, TinsmithError], None],
     ) -> None:
         self._line = line
         self._heads = heads
+        self._banned = banned
         self._check = check
         self._refuse = refuse
         self.under_way: dict[str, OpenBatch] = {}
@@ -239,7 +242,9 @@ class Composer:
             if not self._heads.has_room():
                 return
             entry = self._line.head(model_id)
-            if entry is not None and model_id not in self.under_way and not self.parked.blocks(model_id):
+            if entry is None or self._banned(entry) is not None:
+                continue
+            if model_id not in self.under_way and not self.parked.blocks(model_id):
                 self._heads.prefetch(entry)
 
     def forget(self, batch: OpenBatch) -> None:
@@ -274,10 +279,11 @@ class Composer:
         """The next operation of a model; None if the line has changed: it is gone, or was refused here."""
         entry = self._line.head(model_id)
         assert entry is not None
-        problem: TinsmithError | None = None
+        problem = self._banned(entry)
         try:
-            operation = await self._heads.load(entry)
-            problem = self._check(model_id, operation)
+            if problem is None:
+                operation = await self._heads.load(entry)
+                problem = self._check(model_id, operation)
         except TinsmithError as error:
             problem = error
         if self._line.head(model_id) is not entry:

@@ -45,9 +45,11 @@ from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 from store.snapshot_files import SnapshotFiles
+from store.under_way import UnderWayFile
 from workers.group import WorkerGroup
 from workers.runtime import ModelRuntime
 from workers.snapshots import SnapshotPolicy
+from workers.under_way import Mark, UnderWay
 
 GroupFactory = Callable[[str, str | None], WorkerGroup]
 """(served name, source) -> a group that is not started. source None = the built-in default model."""
@@ -159,6 +161,8 @@ class Services:
     door_models: DoorModels
     openai: OpenAIDoor
     anthropic: AnthropicDoor
+    under_way: UnderWay
+    marked: UnderWayFile
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
@@ -169,6 +173,8 @@ class Services:
     async def stop(self, grace: float) -> None:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
+        await self.under_way.end()
+        self.marked.close()
         self.operations.stopping()
         over = asyncio.get_running_loop().call_later(grace, self.artifacts.give_up)
         await self.models.stop(grace)
@@ -229,6 +235,13 @@ def build_services(
 
     history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock)
 
+    marked = UnderWayFile(settings.data_dir)
+
+    def mark(now: Mark, durable: bool) -> None:
+        marked.write(now.running, now.again, durable)
+
+    under_way = UnderWay(mark)
+
     async def models_lost(model_ids: Sequence[str]) -> None:
         await runs.mark_lost(model_ids)
 
@@ -252,6 +265,7 @@ def build_services(
                 size_bytes=settings.snapshot_mib << 20,
                 share=settings.snapshot_share,
             ),
+            under_way=under_way,
         )
 
     models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
@@ -314,6 +328,7 @@ def build_services(
         weights=weights,
         sampling=sampling,
         history=history,
+        under_way=marked,
     )
     door_models = DoorModels(models, sampling, checkpoints)
 
@@ -346,4 +361,6 @@ def build_services(
         door_models=door_models,
         openai=OpenAIDoor(door_models, make_run),
         anthropic=AnthropicDoor(door_models, make_run),
+        under_way=under_way,
+        marked=marked,
     )

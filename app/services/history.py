@@ -168,7 +168,7 @@ class ModelHistory:
                 continue
             load = self._reader(run, one.request_id)
             is_step = one.kind == "optim_step"
-            changes.append(PastOperation(one.seq_id, one.request_id, is_step, one.size, failed, load))
+            changes.append(PastOperation(one.seq_id, one.request_id, is_step, one.size, failed, load, one.deaths))
         return changes, collected
 
     def _reader(self, run: RunRecord, request_id: str) -> Callable[[], Awaitable[Operation]]:

@@ -82,6 +82,8 @@ class Submission:
     """Called once a success is durable."""
     checkpoint_id: str | None = None
     """The checkpoint that a sample reads: it is kept until the sample is settled."""
+    left_over: bool = False
+    """Whether an earlier process accepted it."""
     progress: Callable[[SampleDelta], None] | None = None
     """Told what a sample draws while it runs, each token once; called in the event loop, and must return at once."""
     also: Callable[[OperationRecord, OperationResult], Rows] | None = None
@@ -245,6 +247,8 @@ class Operations:
                 size=record.body.size if isinstance(record.body, BodyRef) else len(record.body),
                 undo=submission.cleanup,
                 progress=submission.progress,
+                deaths=record.deaths,
+                left_over=submission.left_over,
             )
         )
 
@@ -442,6 +446,7 @@ def resumed(
         model_id=model_id,
         guard=guard,
         finish=finish,
+        left_over=True,
         **more,
     )
 

@@ -6,6 +6,7 @@ Responsible for handing all of it to the runtimes before they start. Not respons
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 from store.records import OperationRecord, RunRecord
+from store.under_way import UnderWayFile
 from workers.recovery import CREATION
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Recovery:
         weights: Weights,
         sampling: Sampling,
         history: ModelHistory,
+        under_way: UnderWayFile,
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -81,10 +84,12 @@ class Recovery:
         self._weights = weights
         self._sampling = sampling
         self._history = history
+        self._under_way = under_way
 
     async def run(self) -> Report:
         """Sweep what is incomplete, reopen the live runs and queue what was not finished."""
         report = Report()
+        await self._count_deaths()
         # Before anything runs: a save that was cut off may have left the folder that it is to write.
         await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders))
         await self._bodies.sweep(await self._store.read(log.body_names))
@@ -112,6 +117,14 @@ class Recovery:
         if report != Report():
             logger.warning("%s", report.text)
         return report
+
+    async def _count_deaths(self) -> None:
+        """Count the death of the earlier process for what it was executing: see `MAX_SERVER_DEATHS`."""
+        running, again = await asyncio.to_thread(self._under_way.take)
+        if running or again:
+            counted = await self._store.write(lambda db: log.count_deaths(db, running, again))
+            if counted:
+                logger.warning("an earlier process was killed while it executed %d operations", counted)
 
     async def _session_over(self, run: RunRecord) -> bool:
         session = await self._store.read(lambda db: sessions.get_session(db, run.project_id, run.session_id))

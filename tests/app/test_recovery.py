@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.services import runs
 from app.settings import Settings
 from store.tables import Operation, Run, Session
+from store.under_way import UnderWayFile
 from tests.support.api import DATA, Api, serving
 
 MakeSettings = Callable[..., Settings]
@@ -132,3 +133,38 @@ async def test_a_run_whose_base_model_is_not_served_any_more_is_lost(tiny_settin
     async with serving(settings) as api:
         answer = await api.post("optim_step", model_id=model, adam_params={})
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "model_lost")
+
+
+@pytest.mark.parametrize("before", [1, 2])
+async def test_what_was_under_way_at_three_deaths_of_the_server_is_not_tried_again(
+    tiny_settings: MakeSettings, before: int
+) -> None:
+    settings = tiny_settings()
+    async with serving(settings) as api:
+        model = await api.model()
+        await api.train(model)
+        deadly = await api.submit("zero_grad", model_id=model)
+        assert "error" not in await api.result(deadly)
+        await _unfinish(api, "zero_grad")
+        await _set(api, Operation, deaths=before)
+    file = UnderWayFile(settings.data_dir)  # as the process leaves it when it is killed
+    file.write([deadly], [], False)
+    file.close()
+    async with serving(settings) as api:
+        outcome = await api.result(deadly)
+        assert outcome.get("code") == (None if before == 1 else "worker_died")
+        await api.train(model)
+        calls = [call for call in api.groups.made[0].calls if call == "optimizer_zero_grad"]
+        assert len(calls) == (before == 1)
+
+
+async def test_a_server_that_stops_in_order_leaves_nothing_to_count(tiny_settings: MakeSettings) -> None:
+    settings = tiny_settings(shutdown_grace=0.0)
+    async with serving(settings) as api:
+        model = await api.model()
+        many = [{**DATA[0], "model_input": [5] * 100, "loss_fn_inputs": {"target_tokens": [6] * 100}}] * 60
+        await api.submit("forward_backward", model_id=model, data=many, loss_fn="cross_entropy")
+        await api.edge.app.state.lifecycle.drain()
+    file = UnderWayFile(settings.data_dir)
+    assert file.take() == ([], [])
+    file.close()

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,27 @@ class Service:
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
 
+    def kill_tree(self) -> None:
+        """Server and worker die at the same moment, as when a container takes more memory than it may."""
+        self.signal_tree(signal.SIGKILL)
+
+    def signal_tree(self, number: signal.Signals) -> None:
+        """Send a signal to the server and all that it started; the server first, so that it cannot react."""
+        assert self._process is not None
+        for pid in self.tree():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def tree(self) -> list[int]:
+        """The process ids of the server and of all in its session: workers are in process groups of their own."""
+        assert self._process is not None
+        found = []
+        for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+            with suppress(ProcessLookupError):
+                if os.getsid(pid) == self._process.pid and pid != self._process.pid:
+                    found.append(pid)
+        return [self._process.pid, *found]
+
     def kill_worker(self) -> bool:
         """The worker dies, if there is one."""
         assert self._process is not None
@@ -113,7 +134,7 @@ class Service:
 
     def wait_until_ready(self) -> None:
         """Wait until the base model is loaded."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + CLIENT_SECONDS
         while time.monotonic() < deadline:
             try:
                 if httpx.get(f"{self._inside}/api/v1/readyz", timeout=5).status_code == 200:

@@ -1,4 +1,4 @@
-"""A real server whose disk is really full, or whose files may not grow: errors are clear, training goes on after it.
+"""A real server whose disk is full or read-only, or whose files may not grow: errors are clear, then training goes on.
 
 A disk of a few megabytes (tmpfs in a mount namespace of the server's own), where the kernel lets us make one; and
 everywhere the kernel's limit on the size of a file, set and taken away while the server and its worker run.
@@ -19,7 +19,7 @@ import pytest
 
 from tests.app.conftest import MODEL
 from tests.support.api import DATA
-from tests.support.server import TINSMITH, RunningServer, serve
+from tests.support.server import TINSMITH, RunningServer, environment, serve
 from tests.support.tiny_model import make_tiny_model
 
 LARGE = [{"model_input": [5] * 200, "loss_fn_inputs": {"target_tokens": [6] * 200}}] * 50
@@ -167,7 +167,10 @@ def _can_mount() -> bool:
     return tried.returncode == 0
 
 
-@pytest.mark.skipif(not _can_mount(), reason="this kernel lets nobody mount a small disk here")
+needs_mounts = pytest.mark.skipif(not _can_mount(), reason="this kernel lets nobody mount a small disk here")
+
+
+@needs_mounts
 def test_a_full_disk(tmp_path: Path, tiny: Path) -> None:
     """The server's data folder is a disk of 6 MB; a file of another program fills it, and goes away again."""
     data_dir = tmp_path / "data"
@@ -185,3 +188,41 @@ def test_a_full_disk(tmp_path: Path, tiny: Path) -> None:
         trainer = Trainer(client)
         _while_full(server, trainer, full(), "No space left on device")
         assert trainer.scores() == _undisturbed(server, 3)
+
+
+@needs_mounts
+def test_a_disk_that_becomes_read_only(tmp_path: Path, tiny: Path) -> None:
+    """While the server runs, a read-only mount covers its data folder: no new file can be made, and it goes away again.
+
+    What is open stays so: the kernel makes no disk read-only on which a file is open for writing.
+    """
+    data_dir = tmp_path / "data"
+    script = f'mount -t tmpfs -o size=20m none "{data_dir}" && exec "$@"'
+    command = (*NAMESPACE, script, "sh", TINSMITH, "serve")
+    with serve(data_dir, _arguments(tiny), command=command) as server, server.client() as client:
+        enter = ("nsenter", "--preserve-credentials", "-U", "-m", "-t", str(server.process.pid), "sh", "-c")
+
+        @contextmanager
+        def read_only() -> Iterator[None]:
+            cover = f'mount --bind "{data_dir}" "{data_dir}" && mount -o remount,bind,ro "{data_dir}"'
+            subprocess.run([*enter, cover], check=True, timeout=20)
+            refused = subprocess.run([*enter, f'touch "{data_dir}/x"'], capture_output=True, text=True, timeout=20)
+            assert "Read-only file system" in refused.stderr
+            yield
+            subprocess.run([*enter, f'umount "{data_dir}"'], check=True, timeout=20)
+
+        trainer = Trainer(client)
+        _while_full(server, trainer, read_only(), "Read-only file system")
+        assert trainer.scores() == _undisturbed(server, 3)
+
+
+@needs_mounts
+def test_a_server_does_not_start_on_a_read_only_disk(tmp_path: Path, tiny: Path) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    script = f'mount -t tmpfs -o size=6m none "{data_dir}" && mount -o remount,ro "{data_dir}" && exec "$@"'
+    command = [*NAMESPACE, script, "sh", str(TINSMITH), "serve", "--port", "0", "--data-dir", str(data_dir)]
+    done = subprocess.run([*command, *_arguments(tiny)], capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 1
+    assert "the data folder cannot be used (Read-only file system)" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr + done.stdout

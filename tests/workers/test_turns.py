@@ -41,7 +41,13 @@ class Bench:
         self.line = TrainingLine(60.0)
         self.refused: list[tuple[str, TinsmithError]] = []
         self.loads: list[str] = []
-        self.composer = Composer(self.line, Heads(limit), check=lambda model_id, operation: None, refuse=self._refuse)
+        self.composer = Composer(
+            self.line,
+            Heads(limit),
+            banned=lambda entry: None,
+            check=lambda model_id, operation: None,
+            refuse=self._refuse,
+        )
         self.most_held = 0
         for name, script in scripts.items():
             self.add(name, script)
