@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -127,9 +128,9 @@ class FsdpEngine(TorchEngine):
         """What every rank has, at least: decisions that follow from it are the same everywhere."""
         memory = estimate_memory(self._model, router)
         on_cpu = resolve_device(self._device).type == "cpu"
-        free = memory.free // (self._place.local_ranks if on_cpu else 1) - gathered_bytes(self._model)
+        own = memory.free // (self._place.local_ranks if on_cpu else 1) - gathered_bytes(self._model)
         total, free, per_token, pairs, checkpointed = self._ranks.least(
-            [memory.total, max(0, free), -memory.per_token, -memory.per_token_pair, -memory.per_token_checkpointed]
+            [memory.total, max(0, own), -memory.per_token, -memory.per_token_pair, -memory.per_token_checkpointed]
         )
         return replace(
             memory,
@@ -149,9 +150,8 @@ class FsdpEngine(TorchEngine):
     # -- adapters: on every rank or on none --------------------------------------------------------------------------
     def create_adapter(self, adapter_id: str, lora: LoraSpec, optimizer: OptimizerType = "adamw") -> int:
         """See `TorchEngine.create_adapter`."""
-        parent = super()
         return self._ranks.together(
-            lambda: parent.create_adapter(adapter_id, lora, optimizer), undo=lambda: self._pool.remove(adapter_id)
+            partial(super().create_adapter, adapter_id, lora, optimizer), undo=lambda: self._pool.remove(adapter_id)
         )
 
     def save_adapter(self, adapter_id: str, folder: Path, *, with_optimizer: bool) -> SavedAdapter:
@@ -170,10 +170,14 @@ class FsdpEngine(TorchEngine):
         optimizer: OptimizerType | None = None,
     ) -> SavedAdapter:
         """See `TorchEngine.load_adapter`. The folder must be there on every rank's machine."""
-        parent = super()
         return self._ranks.together(
-            lambda: parent.load_adapter(
-                adapter_id, folder, with_optimizer=with_optimizer, create=create, optimizer=optimizer
+            partial(
+                super().load_adapter,
+                adapter_id,
+                folder,
+                with_optimizer=with_optimizer,
+                create=create,
+                optimizer=optimizer,
             ),
             undo=(lambda: self._pool.remove(adapter_id)) if create else None,
         )
@@ -187,21 +191,18 @@ class FsdpEngine(TorchEngine):
 
     def restore_adapter(self, adapter_id: str, path: Path, sha256: str) -> None:
         """See `TorchEngine.restore_adapter`."""
-        parent = super()
         self._ranks.together(
-            lambda: parent.restore_adapter(adapter_id, path, sha256), undo=lambda: self._pool.remove(adapter_id)
+            partial(super().restore_adapter, adapter_id, path, sha256), undo=lambda: self._pool.remove(adapter_id)
         )
 
     # -- training ----------------------------------------------------------------------------------------------------
     def _open_stage(self, adapter_id: str) -> None:
-        parent = super()
         self._ranks.together(
-            lambda: parent._open_stage(adapter_id), undo=lambda: parent._close_stage(adapter_id, keep=False)
+            partial(super()._open_stage, adapter_id), undo=partial(super()._close_stage, adapter_id, keep=False)
         )
 
     def _begin(self, batch: TrainBatch) -> OpenOperation:
-        parent = super()
-        operation = self._ranks.together(lambda: parent._begin(batch), undo=lambda: None)
+        operation = self._ranks.together(partial(super()._begin, batch), undo=lambda: None)
         operation.share = share(
             [len(datum.tokens) for datum in batch.datums],
             self._ranks.size,
@@ -214,13 +215,11 @@ class FsdpEngine(TorchEngine):
         self, adapter_id: str, params: StepParams | None = None, *, grad_clip_norm: float = 0.0
     ) -> StepResult:
         """See `TorchEngine.optimizer_step`."""
-        parent = super()
-        return self._ranks.together(lambda: parent.optimizer_step(adapter_id, params, grad_clip_norm=grad_clip_norm))
+        return self._ranks.together(partial(super().optimizer_step, adapter_id, params, grad_clip_norm=grad_clip_norm))
 
     def optimizer_zero_grad(self, adapter_id: str) -> None:
         """See `TorchEngine.optimizer_zero_grad`."""
-        parent = super()
-        self._ranks.together(lambda: parent.optimizer_zero_grad(adapter_id))
+        self._ranks.together(partial(super().optimizer_zero_grad, adapter_id))
 
     def optimizer_steps(self, steps: Sequence[AdapterStep]) -> Sequence[StepResult | TinsmithError]:
         """See `TorchEngine.optimizer_steps`. Ranks of which only some could take a step end."""

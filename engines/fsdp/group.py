@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from engines.ranks import Place
 from schemas.errors import TinsmithError, Unavailable
@@ -106,17 +107,18 @@ class Ranks:
         """
         if self.size == 1:
             return action()
+        done: list[T] = []
         error: TinsmithError | None = None
         try:
-            value = action()
+            done.append(action())
         except TinsmithError as raised:
             error = raised
         except Exception as raised:
             self.broken(raised)
         if not self.any(error is not None):
-            return value
+            return done[0]
         told = next(each for each in self.gather(error) if each is not None)
-        if error is None:
+        if done:
             if undo is None:
                 self.broken(told)
             else:
@@ -144,13 +146,13 @@ class Ranks:
             self.broken(error)
 
 
-def _store(place: Place) -> dist.Store:
+def _store(place: Place) -> Store:
     if place.ranks == 1:
-        return dist.HashStore()
+        return HashStore()
     if place.address in _LOOPBACK:
         # By default gloo listens on the address of the host's name, which a container may not be able to reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    return dist.TCPStore(
+    return TCPStore(
         place.address,
         place.port,
         place.ranks,

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,7 +81,7 @@ def _blueprint(folder: Path) -> Any:
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters that are registered inside have shapes only; a tied one stays the same object."""
 
-    def replace(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def replace(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
@@ -222,14 +222,8 @@ def gathered_bytes(model: Any) -> int:
     """Bytes of whole weights that a pass holds at once: the rest's group and two layers."""
     layers = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in decoder_layers(model)]
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    return total - sum(layers) + 2 * max(layers, default=0)
+    return int(total - sum(layers) + 2 * max(layers, default=0))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def reshard(model: Any) -> None:
-    """Give the memory of whole weights back."""
-    body: FSDPModule = model.base_model
-    body.reshard()

@@ -8,7 +8,7 @@ gradient is added up once per operation. Not responsible for who computes what (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class _Found:
 class SharedTurns(OpenOperations):
     """Open operations whose datums are computed by the ranks that `OpenOperation.share` names."""
 
-    ranks: Ranks = Ranks(0, 1)
+    ranks: Ranks = field(default_factory=lambda: Ranks(0, 1))
 
     def execute(self, works: Iterable[Work], ended: Ended) -> None:
         """See `OpenOperations.execute`. With several ranks, an unexpected failure ends the process: the others wait."""
@@ -94,7 +94,7 @@ class SharedTurns(OpenOperations):
             return
         targets = [work.operation.batch.datums[work.index].inputs["target_tokens"] for work in works]
         vector = torch.zeros(sum(t.size for t in targets) + _FLAGS * len(works), device=self.run.device)
-        *parts, flags = vector.split([t.size for t in targets] + [_FLAGS * len(works)])
+        *parts, flags = torch.split(vector, [t.size for t in targets] + [_FLAGS * len(works)])
         flags = flags.view(len(works), _FLAGS)
         errors: dict[int, TinsmithError] = {}
         for place, (work, part) in enumerate(zip(works, parts, strict=True)):
