@@ -6,8 +6,10 @@ gradients or weights (`engines/fsdp/group.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Lockstep(Protocol):
@@ -18,6 +20,12 @@ class Lockstep(Protocol):
 
     def first(self, values: Sequence[int]) -> list[int]:
         """Rank 0's values; every rank gives as many."""
+
+    def together(self, action: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
+        """Do something on every rank or on none: an error of one (`TinsmithError`) is raised on all.
+
+        A rank that succeeded where another failed calls `undo`; without one the ranks would differ, and end.
+        """
 
     def broken(self, error: Exception) -> None:
         """Called with a failure that other ranks may not have had: returns only where there are none."""
@@ -33,6 +41,10 @@ class Alone:
     def first(self, values: Sequence[int]) -> list[int]:
         """Its own values."""
         return list(values)
+
+    def together(self, action: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
+        """Do it."""
+        return action()
 
     def broken(self, error: Exception) -> None:
         """Nobody else has to know."""

@@ -80,9 +80,9 @@ class FsdpEngine(TorchEngine):
         return super().load()
 
     @property
-    def lockstep(self) -> Ranks:
-        """The other ranks."""
-        return self._ranks
+    def lockstep(self) -> Ranks | None:
+        """The other ranks, if there are any."""
+        return self._ranks if self._ranks.size > 1 else None
 
     # -- loading -----------------------------------------------------------------------------------------------------
     def _own_device(self) -> torch.device:

@@ -100,11 +100,7 @@ class Ranks:
 
     # -- failures ----------------------------------------------------------------------------------------------------
     def together(self, action: Callable[[], T], undo: Callable[[], object] | None = None) -> T:
-        """Do something on every rank, or on none: the error of the lowest rank that has one is raised on all.
-
-        A rank that succeeded where another failed undoes it. Where it cannot (`undo` None), the ranks differ from now
-        on, and the group ends.
-        """
+        """See `Lockstep.together`: it is the error of the lowest rank that has one."""
         if self.size == 1:
             return action()
         done: list[T] = []

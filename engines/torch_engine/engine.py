@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from engines.base import BaseEngine
-from engines.lockstep import Alone, Lockstep
+from engines.lockstep import Lockstep
 from engines.lora import (
     AdapterWeights,
     Router,
@@ -172,9 +172,9 @@ class TorchEngine(BaseEngine):
         return OpenOperations(run, info.micro_batch_tokens, self._checkpointing, info.memory, self._room)
 
     @property
-    def lockstep(self) -> Lockstep:
-        """With whom samplers on this copy of the model have to keep step."""
-        return Alone()
+    def lockstep(self) -> Lockstep | None:
+        """With whom samplers on this copy of the model have to keep step; None = with nobody."""
+        return None
 
     @property
     def model(self) -> Any:
