@@ -21,7 +21,8 @@ def draw_tokens(
 ) -> dict[str, TinsmithError]:
     """Draw one token for every living row of these requests (all have logits), and use the logits up.
 
-    With `lockstep`, the tokens are those of rank 0 on every rank. Returns the requests whose logits are not numbers, with their errors; nothing is drawn for them.
+    With `lockstep`, the tokens are those of rank 0 on every rank. Returns the requests whose logits are not numbers,
+    with their errors; nothing is drawn for them.
     """
     failed = _broken(runnings)
     rows = [(row, running) for running in runnings if running.request_id not in failed for row in running.alive]
