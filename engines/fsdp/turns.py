@@ -116,3 +116,12 @@ class SharedTurns(OpenOperations):
             loss.finite = not infinite[place]
             outcome = errors.get(place)
             self.take(work, part.view(targets[place].shape) if outcome is None else outcome, loss, ended)
+        self._agree(list(dict.fromkeys(work.operation_id for work in works)), ended)
+
+    def _agree(self, operation_ids: Sequence[str], ended: Ended) -> None:
+        """An operation that has failed on one rank (a custom loss out of its time, say) has failed on all."""
+        if min(self.ranks.least([-float(name in ended) for name in operation_ids])) == 0:
+            return
+        found = self.ranks.gather({name: ended[name] for name in operation_ids if name in ended})
+        for errors in reversed(found):
+            ended.update(errors)
