@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
+import pickle
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,19 @@ from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
 from workers.dispatch import RankAnswer, merge
 from workers.environment import worker_environment
-from workers.messages import Answer, Call, Ping, Progress, Ready, Reply, Request, Start, StartFailed, Stop
+from workers.messages import (
+    PICKLE_PROTOCOL,
+    Answer,
+    Call,
+    Ping,
+    Progress,
+    Ready,
+    Reply,
+    Request,
+    Start,
+    StartFailed,
+    Stop,
+)
 from workers.rank_process import RankProcess
 from workers.spec import WorkerSpec
 
@@ -249,5 +262,6 @@ class LocalWorkerGroup:
 
 
 def _send_to_all(ranks: list[RankProcess], request: Request) -> None:
+    data = pickle.dumps(request, PICKLE_PROTOCOL)
     for rank in ranks:
-        rank.send(request)
+        rank.write(data)

@@ -57,8 +57,12 @@ class RankProcess:
         return self._process.pid
 
     def send(self, request: Request) -> None:
-        """Write one message. Blocks while the pipe is full. To a dead process it does nothing: `on_end` tells of it."""
-        data = pickle.dumps(request, PICKLE_PROTOCOL)
+        """Write one message, as `write`."""
+        self.write(pickle.dumps(request, PICKLE_PROTOCOL))
+
+    def write(self, data: bytes) -> None:
+        """Write a pickled message. Blocks while the pipe is full. To a dead process it does nothing: `on_end` tells of
+        it."""
         with suppress(OSError):
             self._stdin.write(data)
             self._stdin.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,18 @@ from engines.fsdp.loading import whole
 from engines.fsdp.shares import share
 from engines.ranks import Place
 from engines.registry import get_engine
+from engines.sampling.base import SamplingEngine
 from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.packing import Pack
 from engines.torch_engine.training_pass import TrainingPass
 from schemas.errors import InvalidRequest, Unavailable
+from schemas.operations import Sample, SampleTurn, SampleTurnResult, SamplingParams
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, EngineContract, accumulate, logprobs, train
 from workers.dispatch import RankAnswer, merge
+from workers.samplers import build_sampler
+from workers.spec import WorkerSpec
 
 
 def load_engine(folder: Path) -> FsdpEngine:
@@ -172,6 +177,20 @@ def test_the_answer_of_a_call() -> None:
     assert merge([RankAnswer("a"), RankAnswer()]) == "a"
     with pytest.raises(InvalidRequest, match="first"):
         merge([RankAnswer(), RankAnswer(error=InvalidRequest("first")), RankAnswer(error=InvalidRequest("second"))])
+
+
+def test_a_sampler_with_weights_of_its_own_runs_once(untied_folder: Path, loaded: FsdpEngine) -> None:
+    """Beside rank 0 (which asks for the server here, and finds none); the others take the same calls, and rest."""
+    spec = WorkerSpec("tiny", str(untied_folder), "unused", engine="fsdp", ranks=2, sampler="http://127.0.0.1:9/v1")
+
+    def build(rank: int) -> SamplingEngine:
+        placed = replace(spec, place=Place(rank, 2))
+        return build_sampler(placed, loaded, untied_folder, loaded.info, None, Path("unused"))
+
+    with pytest.raises(Unavailable, match="external server"):
+        build(0)
+    turn = SampleTurn({"s": Sample(np.arange(3, 6), SamplingParams(max_tokens=2))}, ("t",))
+    assert build(1).turn(turn) == SampleTurnResult({})
 
 
 def test_one_rank_agrees_with_itself() -> None:

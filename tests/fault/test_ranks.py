@@ -28,7 +28,7 @@ def _program(service: Service, at_step: Any = lambda step: None) -> tuple[str, l
         training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=3).result()
         train(training, STEPS, at_step=at_step)
         path = training.save_state("final").result(timeout=CLIENT_SECONDS).path
-        sampler = training.save_weights_and_get_sampling_client(name="final")
+        sampler = training.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=12, seed=5, temperature=1.0)
         drawn = sampler.sample(prompt=PROMPT, num_samples=2, sampling_params=params).result(timeout=CLIENT_SECONDS)
         return path, [list(sequence.tokens) for sequence in drawn.sequences]
