@@ -116,7 +116,7 @@ class Settings(BaseSettings):
     rank_timeout: Seconds = Field(
         120.0,
         description="Seconds that a rank waits for the others before all of them are ended and started again. It must "
-        "be longer than the slowest pass, and than writing the largest checkpoint.",
+        "be longer than the slowest pass.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

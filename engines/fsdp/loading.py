@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from engines.fsdp.group import Ranks
 from engines.torch_engine.checkpointing import decoder_layers
@@ -74,7 +75,10 @@ def _blueprint(folder: Path) -> Any:
     """The architecture: parameters without memory, buffers (rotary angles, say) with their real values."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if (folder / GENERATION_CONFIG_NAME).exists():  # it may name other ends of a sequence than the model's own file
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
 
 
 @contextmanager

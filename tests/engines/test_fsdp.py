@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.packing import Pack
 from engines.torch_engine.training_pass import TrainingPass
 from schemas.errors import InvalidRequest, Unavailable
-from schemas.operations import Sample, SampleTurn, SampleTurnResult, SamplingParams
+from schemas.operations import MemoryEstimate, Sample, SampleTurn, SampleTurnResult, SamplingParams
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, EngineContract, accumulate, logprobs, train
 from workers.dispatch import RankAnswer, merge
@@ -99,6 +101,19 @@ def test_weights_in_bfloat16_and_in_several_files(tmp_path: Path, untied_folder:
             train(engine, make_batch("a"))
             prints.append(logprobs(engine, "a"))
         np.testing.assert_array_equal(*prints)
+
+
+def test_a_model_tells_the_same_of_itself_on_both_engines(tmp_path: Path, tied_folder: Path) -> None:
+    """Ends of sequences included, which a file of their own may name."""
+    folder = tmp_path / "ends"
+    shutil.copytree(tied_folder, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    infos = []
+    for kind in (TorchEngine, FsdpEngine):
+        info = kind(folder, device="cpu", threads=1).load()
+        infos.append(replace(info, peak_flops=0.0, memory=MemoryEstimate()))
+    assert infos[0] == infos[1]
+    assert infos[1].eos_token_ids == (7, 9)
 
 
 def test_weights_in_another_form_are_refused_by_name(tmp_path: Path, untied_folder: Path) -> None:
