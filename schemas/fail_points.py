@@ -60,6 +60,7 @@ POINTS: tuple[str, ...] = (
     "upload.begun",
     "upload.file",
     "upload.complete",
+    "gradient.reduce",
 )
 """Their order is their number, from 0."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -24,8 +25,26 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
 
 
 def idle_folder(spec: WorkerSpec, kind: str = "adapters") -> Path:
-    """Where this worker alone keeps adapters, or samples, that do not fit into memory."""
+    """Where this worker alone (of several ranks: this rank) keeps adapters, or samples, that do not fit into memory."""
+    folder = _idle_root(spec, kind)
+    return folder if spec.place is None else folder / f"rank-{spec.place.rank}"
+
+
+def _idle_root(spec: WorkerSpec, kind: str) -> Path:
     return Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
+
+
+def delete_leftovers(spec: WorkerSpec) -> None:
+    """Delete what workers with another number of ranks left in the idle folders; rank 0 does it for all."""
+    if spec.place is not None and spec.place.rank > 0:
+        return
+    kept = {f"rank-{rank}" for rank in range(spec.ranks)} if spec.place is not None else set()
+    for kind in ("adapters", "samples"):
+        for path in _idle_root(spec, kind).glob("*"):
+            if path.is_dir() and path.name not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.is_file() and kept:
+                path.unlink(missing_ok=True)
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -45,12 +64,15 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     from workers.samplers import build_sampler, check_sampler
 
     if not issubclass(engine_class, TorchEngine):
-        raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
+        raise Unavailable(
+            f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch' or 'fsdp'"
+        )
     check_sampler(spec)
+    delete_leftovers(spec)
     progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
-    engine = TorchEngine(
+    engine = engine_class(
         folder,
         dtype=spec.dtype,
         device=spec.device,
@@ -61,6 +83,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
         gradient_checkpointing=spec.gradient_checkpointing,
         adapter_memory=None if spec.adapter_memory_gib is None else int(spec.adapter_memory_gib * GIB),
         idle_folder=idle_folder(spec),
+        place=spec.place,
     )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

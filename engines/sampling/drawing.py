@@ -10,15 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engines.lockstep import Alone, Lockstep
 from engines.sampling.requests import Row, Running
 from engines.sampling.sampling_rules import LogprobKind, draw, tempered_logprobs
 from schemas.errors import EngineFailure, TinsmithError
 
 
-def draw_tokens(runnings: Sequence[Running], kind: LogprobKind) -> dict[str, TinsmithError]:
+def draw_tokens(
+    runnings: Sequence[Running], kind: LogprobKind, lockstep: Lockstep | None = None
+) -> dict[str, TinsmithError]:
     """Draw one token for every living row of these requests (all have logits), and use the logits up.
 
-    Returns the requests whose logits are not numbers, with their errors; nothing is drawn for them.
+    With `lockstep`, the tokens are those of rank 0 on every rank. Returns the requests whose logits are not numbers,
+    with their errors; nothing is drawn for them.
     """
     found = torch.cat([running.logits for running in runnings if running.logits is not None])
     # An infinite maximum has no distribution either; single tokens may well be impossible (-inf).
@@ -39,11 +43,11 @@ def draw_tokens(runnings: Sequence[Running], kind: LogprobKind) -> dict[str, Tin
                 "the model's logits are not finite with this adapter", hint="its weights are broken"
             )
     if rows:
-        _draw(rows, found if len(kept) == len(good) else found[kept], kind)
+        _draw(rows, found if len(kept) == len(good) else found[kept], kind, lockstep or Alone())
     return failed
 
 
-def _draw(rows: Sequence[tuple[Row, Running]], logits: Tensor, kind: LogprobKind) -> None:
+def _draw(rows: Sequence[tuple[Row, Running]], logits: Tensor, kind: LogprobKind, lockstep: Lockstep) -> None:
     """`logits` [rows, V] of these rows, in order."""
     rules = [running.rule for _, running in rows]
     logprobs = tempered_logprobs(logits, [rule.temperature for rule in rules])
@@ -52,7 +56,7 @@ def _draw(rows: Sequence[tuple[Row, Running]], logits: Tensor, kind: LogprobKind
     if (kind == "plain" or any(asked)) and any(rule.temperature not in (0.0, 1.0) for rule in rules):
         plain = tempered_logprobs(logits, [1.0] * len(rules))
     reported = plain if kind == "plain" else logprobs
-    tokens = draw(logprobs, rules, [row.draws.random() for row, _ in rows])
+    tokens = lockstep.first(draw(logprobs, rules, [row.draws.random() for row, _ in rows]))
     chosen = torch.tensor(tokens, device=reported.device)[:, None]
     values = reported.gather(-1, chosen)[:, 0].tolist()
     if any(asked):

@@ -7,7 +7,7 @@ runs per datum but the elementwise kernels (`packing.Filling`) and the products 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,17 +35,17 @@ _LENGTHS = (21, 13)
 _CLOSE = 1e-3
 
 
-def choose_rows(weights: Iterable[Tensor], head: Tensor) -> tuple[int, int | None]:
+def choose_rows(weights: Sequence[Tensor], head: Tensor) -> tuple[int, int | None]:
     """(unit, block): rows come in multiples of the unit; products run over all of them at once (block None) if this
     machine then gives each row the same bits whatever others there are, else over blocks of a fixed number of rows.
 
     Args:
-        weights: of the linears [out, in]; products with them, with their transposes and with adapters are tried out.
+        weights: of the linears [out, in], one of each shape; products with them, with their transposes and with
+            adapters are tried out.
         head: of the output head [vocab, hidden].
     """
-    distinct = {tuple(weight.shape): weight for weight in weights}.values()
     for unit in ROW_UNITS:
-        if all(_holds(weight, unit) for weight in distinct) and _same_rows(head.t(), unit, starts=1):
+        if all(_holds(weight, unit) for weight in weights) and _same_rows(head.t(), unit, starts=1):
             return unit, None
     return ROW_BLOCK, ROW_BLOCK
 

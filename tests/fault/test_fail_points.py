@@ -65,6 +65,8 @@ PLACES = {
 room for are in a group."""
 WITHOUT_A_WORKER = {"start.swept"}
 """Places at which the server has none."""
+RANK_PLACES = ("gradient.reduce",)
+"""Of a worker of several ranks: `test_ranks.py`."""
 FEW = (
     Kill("accept.after_row", "edge", 5),
     Kill("forward_backward.computed", "worker", 4),
@@ -75,7 +77,7 @@ FEW = (
 
 
 def test_every_place_is_in_a_test() -> None:
-    named = [*(place for places in PLACES.values() for place in places), *UPLOAD_PLACES]
+    named = [*(place for places in PLACES.values() for place in places), *UPLOAD_PLACES, *RANK_PLACES]
     assert sorted(named) == sorted(POINTS), "a place that no test kills at proves nothing"
 
 

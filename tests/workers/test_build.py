@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from engines.machine import usable_cores
+from engines.ranks import Place
 from schemas.operations import LoraSpec
 from tests.support.tiny_model import make_tiny_model
-from workers.build import build_worker, idle_folder
+from workers.build import build_worker, delete_leftovers, idle_folder
 from workers.spec import WorkerSpec
 
 
@@ -38,6 +40,25 @@ def test_options_reach_the_engine(spec: dict[str, Any]) -> None:
     for number in range(3):
         worker.create_adapter(str(number), one)
     assert any(idle_folder(wanted).iterdir()), "about one adapter fits into 107 kB: the others wait in files"
+
+
+def test_what_another_number_of_ranks_left_on_disk_goes(tmp_path: Path) -> None:
+    alone = WorkerSpec("acme/tiny", None, str(tmp_path))
+    places = [replace(alone, ranks=2, place=Place(rank, 2)) for rank in range(3)]
+    files = [
+        idle_folder(each, kind) / "idle-1.safetensors" for each in (alone, *places) for kind in ("adapters", "samples")
+    ]
+
+    def left(spec: WorkerSpec) -> list[bool]:
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        delete_leftovers(spec)
+        return [file.exists() for file in files]
+
+    assert left(alone) == [True] * 2 + [False] * 6
+    assert left(places[0]) == [False] * 2 + [True] * 4 + [False] * 2
+    assert left(places[1]) == [True] * 8
 
 
 def test_threads_left_open_are_all_cores(spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
