@@ -79,7 +79,7 @@ class RuntimeContract:
             assert sorted(lost) == ["a", "b"]
             with pytest.raises(ModelLost):
                 await value(client.submit(step(), "b", 1))
-            assert not process_exists(pid)
+            await until(lambda: not process_exists(pid))
             assert group.pids != [pid]
             await value(client.submit(create(), "uncreated", 0))
             assert (await value(early)).metrics["loss:sum"] == -5.0
@@ -150,7 +150,7 @@ class RuntimeContract:
             assert time.monotonic() - started < 3 * self.slack, "nothing can be drained while loading"
             with pytest.raises(Unavailable, match="shutting down"):
                 await value(outcome, 10 * self.slack)
-            assert not any(process_exists(pid) for pid in pids)
+            await until(lambda: not any(process_exists(pid) for pid in pids))
 
     async def test_two_runtimes_die_apart(self) -> None:
         spec = WorkerSpec("toy", None, "unused", threads=1, builder=TOY)
@@ -214,4 +214,4 @@ class RuntimeContract:
             await value(created, 10 * self.slack)
             assert (await value(client.submit(batch("new", sleep=0.1), "new", 1))).metrics["loss:sum"] == -5.0
             assert group.pids != [pid]
-            assert not process_exists(pid)
+            await until(lambda: not process_exists(pid))
