@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from schemas.errors import Unavailable, WorkerDied
 from workers.environment import worker_environment
-from workers.messages import Call
+from workers.messages import PICKLE_PROTOCOL, Call
 from workers.ray.placement import Bundle, rank_bundle, shortage
 from workers.ray.rank_actor import Place, RankActor
 from workers.spec import WorkerSpec
@@ -33,6 +34,10 @@ _RankActor = ray.remote(concurrency_groups={_CONTROL: 2, _LIFE: 1})(RankActor)
 """Whatever names no group runs in the default one, which has one thread and keeps the order of the calls."""
 _LOOK_SECONDS = 0.25
 """How often waiting for a place looks whether it is still wanted."""
+
+
+_INLINE_BYTES = 100_000
+"""Ray sends arguments of up to this size along with the call: for them the way over the object store is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +113,12 @@ class Gang:
 
     # -- while they run --------------------------------------------------------------------------------------------
     def send(self, calls: Sequence[Call]) -> list[Future[Any]]:
-        """Make a call on every rank; what several of them get goes into the object store once."""
+        """Make a call on every rank; a large one that several of them get goes into the object store once."""
         first = calls[0]
-        if len(calls) > 1 and all(call is first for call in calls):
-            shared = ray.put(first)
-            return [actor.call.remote(shared).future() for actor in self._actors]
-        return [actor.call.remote(call).future() for actor, call in zip(self._actors, calls, strict=True)]
+        sent: Sequence[Any] = calls
+        if len(calls) > 1 and all(call is first for call in calls) and _size(first) > _INLINE_BYTES:
+            sent = [ray.put(first)] * len(calls)
+        return [actor.call.remote(call).future() for actor, call in zip(self._actors, sent, strict=True)]
 
     def ping(self) -> list[Future[None]]:
         """Ask every rank whether it runs; it answers beside its work."""
@@ -149,6 +154,13 @@ class Gang:
         self.kill()
         if self._group is not None:
             remove_placement_group(self._group)
+
+
+def _size(call: Call) -> int:
+    """Bytes of a call, without a copy of its arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(call, PICKLE_PROTOCOL, buffer_callback=buffers.append)
+    return len(data) + sum(buffer.raw().nbytes for buffer in buffers)
 
 
 def _environment(spec: WorkerSpec, *, has_gpu: bool) -> dict[str, str]:
