@@ -34,3 +34,15 @@ def ray_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def serve_cluster(ray_cluster: None) -> Iterator[None]:
+    """Ray Serve on that cluster, without its HTTP server."""
+    from ray import serve
+
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
+    try:
+        yield
+    finally:
+        serve.shutdown()

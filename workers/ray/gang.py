@@ -6,7 +6,6 @@ Not responsible for waiting for answers, nor for what a death means (`workers/ra
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import threading
 import time
@@ -21,9 +20,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from schemas.errors import Unavailable, WorkerDied
-from workers.environment import worker_environment
 from workers.messages import PICKLE_PROTOCOL, Call
-from workers.ray.placement import Bundle, rank_bundle, shortage
+from workers.ray.placement import Bundle, node_environment, rank_bundle, shortage
 from workers.ray.rank_actor import Place, RankActor
 from workers.spec import WorkerSpec
 
@@ -81,7 +79,7 @@ class Gang:
         self._actors = [self._create_actor(rank, bundle) for rank in range(self._spec.ranks)]
 
     def _create_actor(self, rank: int, bundle: Bundle) -> Any:
-        runtime_env: dict[str, Any] = {"env_vars": _environment(self._spec, has_gpu=bundle.get("GPU", 0.0) > 0)}
+        runtime_env: dict[str, Any] = {"env_vars": node_environment(self._spec, bundle)}
         if self._options.python is not None:
             runtime_env["py_executable"] = self._options.python
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
@@ -161,16 +159,6 @@ def _size(call: Call) -> int:
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(call, PICKLE_PROTOCOL, buffer_callback=buffers.append)
     return len(data) + sum(buffer.raw().nbytes for buffer in buffers)
-
-
-def _environment(spec: WorkerSpec, *, has_gpu: bool) -> dict[str, str]:
-    """What a rank's process gets on top of its node's environment."""
-    spec = replace(spec, threads=spec.threads or 1)
-    wanted = worker_environment(spec, os.environ)
-    env = {name: wanted[name] for name in worker_environment(spec, {})}
-    if not has_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves it alone then, and the rank would see every GPU of the node
-    return env
 
 
 def _meeting(place: Place, rank: int, ranks: int) -> dict[str, str]:

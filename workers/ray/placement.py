@@ -5,12 +5,15 @@ Not responsible for waiting until it is there (`workers/ray/gang.py`).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import ray
 
 from schemas.errors import InvalidRequest
+from workers.environment import worker_environment
 from workers.spec import WorkerSpec
 
 Bundle = Mapping[str, float]
@@ -35,6 +38,19 @@ def rank_bundle(spec: WorkerSpec, cluster: Bundle) -> dict[str, float]:
     if spec.device == "cuda" or (spec.device == "auto" and cluster.get("GPU", 0.0) > 0):
         bundle["GPU"] = 1.0
     return bundle
+
+
+def node_environment(spec: WorkerSpec, bundle: Bundle) -> dict[str, str]:
+    """What the process of a rank gets on top of its node's environment: what this process sets for workers.
+
+    Without a GPU in its bundle it sees none: Ray leaves `CUDA_VISIBLE_DEVICES` alone then, which shows all of a node.
+    """
+    spec = replace(spec, threads=spec.threads or 1)
+    wanted = worker_environment(spec, os.environ)
+    env = {name: wanted[name] for name in worker_environment(spec, {})}
+    if not bundle.get("GPU", 0.0):
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
 
 
 def shortage(model: str, ranks: int, bundle: Bundle, waited: float) -> str:
