@@ -46,3 +46,8 @@ def serve_cluster(ray_cluster: None) -> Iterator[None]:
         yield
     finally:
         serve.shutdown()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Ray Serve declares its settings in a way that pydantic is about to give up.
+    config.addinivalue_line("filterwarnings", r"ignore::DeprecationWarning:ray\.serve\..*")

@@ -33,6 +33,7 @@ class SamplerOptions:
         target_ongoing_requests: samples that a replica has when their number is right, running and waiting; None =
             three quarters of the rows that it draws at once.
         upscale_delay, downscale_delay: seconds that more, or fewer, must be needed.
+        look_back: seconds over which what is needed is averaged.
         bundle: what a replica takes of the cluster; None = a CPU for each thread, and a GPU if its device is one.
         start_timeout: seconds in which a replica must have loaded the base model.
         turn_timeout: seconds after which a turn of sampling counts as hung, and its process is replaced; None = never.
@@ -46,6 +47,7 @@ class SamplerOptions:
     target_ongoing_requests: float | None = None
     upscale_delay: float = 10.0
     downscale_delay: float = 300.0
+    look_back: float = 10.0
     bundle: Bundle | None = None
     start_timeout: float = 900.0
     turn_timeout: float | None = None
@@ -85,6 +87,8 @@ def sampler_application(spec: WorkerSpec, options: SamplerOptions | None = None)
             target_ongoing_requests=target,
             upscale_delay_s=options.upscale_delay,
             downscale_delay_s=options.downscale_delay,
+            look_back_period_s=options.look_back,
+            metrics_interval_s=options.look_back / 2,
         ),
         ray_actor_options={
             "num_cpus": bundle.get("CPU", 0.0),
