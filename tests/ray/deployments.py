@@ -64,6 +64,13 @@ def replica_pid(name: str) -> int:
     raise AssertionError("there is no replica")
 
 
+def worker_pid(replica: int) -> int:
+    """The worker process of a replica."""
+    tasks = Path(f"/proc/{replica}/task").iterdir()
+    [worker] = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    return int(worker)
+
+
 async def begun_on(name: str, sample: Sample, key: str, request_id: str) -> str:
     """Draw a sample; the replica that did."""
     handle = serve.get_app_handle(name).options(stream=True, method_name="sample", multiplexed_model_id=key)

@@ -28,7 +28,7 @@ from schemas.operations import (
 )
 from tests.support.inline_group import InlineWorkerGroup
 from tests.support.tiny_model import make_tiny_model
-from tests.workers.harness import Client, running, sample, until, value
+from tests.workers.harness import Client, process_exists, running, sample, until, value
 from tests.workers.test_real_process import overfit
 from workers.spec import WorkerSpec
 
@@ -181,6 +181,23 @@ async def test_a_killed_replica_has_its_samples_run_again_and_streams_go_on(tool
             [sequence] = (await value(outcome, 90)).sequences
             assert told[name] == sequence.tokens.tolist() == SLOWLY[:100]
         assert len(client.started) > 4, "no sample ran on the replica that was killed: the test is vacuous"
+
+
+async def test_a_replica_whose_worker_cannot_be_brought_back_is_replaced(tools: ModuleType, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    spec = replace(tools.SLOW, source=str(broken))
+    with tools.deployed(spec, tools.ONE) as name:
+        async with tools.client_of(name, spec) as (_, client):
+            told: list[int] = []
+            outcome = client.submit(sample(1, tokens=100), progress=lambda delta: told.extend(delta.tokens.tolist()))
+            await until(lambda: len(told) > 10, 60)
+            broken.touch()
+            replica = tools.replica_pid(name)
+            os.kill(tools.worker_pid(replica), signal.SIGKILL)
+            await until(lambda: not process_exists(replica), 60)
+            broken.unlink()
+            [sequence] = (await value(outcome, 90)).sequences
+            assert told == sequence.tokens.tolist() == SLOWLY[:100]
 
 
 async def test_numbers_of_replicas_that_cannot_be_are_refused(tools: ModuleType) -> None:

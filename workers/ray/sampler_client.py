@@ -26,7 +26,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 
 from schemas.errors import EngineFailure, Gone, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Sample, SampleDelta, SampleResult
-from workers.ray.sampler_replica import Begun, SampleRequest
+from workers.ray.sampler_replica import Begun, GivenBack, SampleRequest
 from workers.reruns import seeded, unheard
 from workers.runtime import Load
 from workers.sample_line import SampleLine
@@ -39,8 +39,8 @@ _LOST = (RayActorError, ReplicaUnavailableError, NodeDiedError, ObjectLostError,
 """How the end of a replica looks from here."""
 _UNLIMITED = 1 << 31
 """Tokens that a sample without a limit may draw: the context length is known to the replicas only."""
-_PAUSE_SECONDS = 0.5
-"""Before a sample runs again that a replica gave back because it cannot work; Serve replaces it meanwhile."""
+_PAUSE_SECONDS = 5.0
+"""Before a sample is sent again that a replica gave back; Serve replaces it meanwhile."""
 
 
 @dataclass(slots=True)
@@ -193,33 +193,46 @@ class SamplerClient:
 
     async def _attempt(self, entry: Entry, sample: Sample) -> SampleResult | TinsmithError | None:
         """The outcome of a run; None if the replica was lost and the sample is to run again."""
-        ticket = entry.ticket
         request = SampleRequest(
-            f"{ticket.request_id}.{entry.attempts}", ticket.project_id, sample, ticket.progress is not None
+            f"{entry.ticket.request_id}.{entry.attempts}",
+            entry.ticket.project_id,
+            sample,
+            stream=entry.ticket.progress is not None,
         )
-        outcome: SampleResult | TinsmithError | None = None
-        drawn: dict[int, int] = {}
         response = self._handle.options(multiplexed_model_id=_adapter_key(sample)).remote(request)
+        last: SampleResult | TinsmithError | GivenBack | None = None
         try:
-            async for item in response:
-                if isinstance(item, Begun):
-                    self._begin(entry)
-                elif isinstance(item, SampleDelta):
-                    self._tell(entry, drawn, item)
-                else:
-                    outcome = item
+            last = await self._follow(entry, response)
         except _LOST as error:
-            _log.warning("the replica of sample %s is lost: %s", ticket.request_id, type(error).__name__)
-            return outcome or self._run_again(entry)
+            _log.warning("the replica of sample %s is lost: %s", entry.ticket.request_id, type(error).__name__)
+            return self._run_again(entry)
         except DeploymentUnavailableError:
             return Unavailable(f"the samplers of base model {self.name!r} cannot start")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return self._run_again(entry)  # the replica cancelled it: it is going away
         finally:
-            if outcome is None:
+            if last is None:
                 response.cancel()
-        if isinstance(outcome, Unavailable) and entry.attempts < MAX_RERUNS:
+        if isinstance(last, GivenBack):
             await asyncio.sleep(_PAUSE_SECONDS)
             return self._run_again(entry)
-        return outcome or EngineFailure("the replica gave no result for this sample")
+        return last or EngineFailure("the replica gave no result for this sample")
+
+    async def _follow(self, entry: Entry, response: Any) -> SampleResult | TinsmithError | GivenBack | None:
+        """Pass on what a replica tells; how it ends."""
+        drawn: dict[int, int] = {}
+        async for item in response:
+            if isinstance(item, Begun):
+                self._begin(entry)
+            elif isinstance(item, SampleDelta):
+                self._tell(entry, drawn, item)
+            else:
+                last: SampleResult | TinsmithError | GivenBack = item
+                return last
+        return None
 
     def _begin(self, entry: Entry) -> None:
         if not entry.running:

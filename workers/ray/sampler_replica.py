@@ -40,8 +40,13 @@ class Begun:
     replica: str
 
 
-Item = Begun | SampleDelta | SampleResult | TinsmithError
-"""What a replica tells of a sample; the last one is its result or error."""
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The worker of this replica cannot be brought back: the sample is to run on another one."""
+
+
+Item = Begun | SampleDelta | SampleResult | TinsmithError | GivenBack
+"""What a replica tells of a sample; one of the last three ends it."""
 
 
 class SamplerReplica:
@@ -108,8 +113,10 @@ class SamplerReplica:
         try:
             while True:
                 item = await items.get()
+                if isinstance(item, Unavailable) and self._runtime.state == "failed":
+                    item = GivenBack()
                 yield item
-                if isinstance(item, SampleResult | TinsmithError):
+                if isinstance(item, SampleResult | TinsmithError | GivenBack):
                     return
         finally:
             self._runtime.cancel(request.request_id)
