@@ -91,7 +91,7 @@ class Gang:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
             runtime_env=runtime_env,
-        ).remote()
+        ).remote(rank)
 
     def places(self) -> list[Future[Place]]:
         """Where each rank runs; ready when its process is there."""

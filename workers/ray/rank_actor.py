@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import warnings
 from dataclasses import dataclass
 
 import ray
@@ -36,12 +37,15 @@ class Place:
 
 
 class RankActor:
-    """One worker in a process that Ray has started."""
+    """One worker in a process that Ray has started. Only rank 0 sends values: they are the answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         logging.basicConfig(
             stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s"
         )
+        # Arrays lie in the object store, which other ranks read too. Nobody writes to arguments, but torch warns.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._worker: object | None = None
         self._progress: str | None = None
 
@@ -76,7 +80,8 @@ class RankActor:
         try:
             if self._worker is None:
                 raise EngineFailure("the worker has not been loaded")
-            return Answer(call.call_id, invoke(self._worker, call.method, call.args, call.kwargs))
+            value = invoke(self._worker, call.method, call.args, call.kwargs)
+            return Answer(call.call_id, value if self._rank == 0 else None)
         except Exception as error:
             return Answer(call.call_id, error=to_tinsmith_error(error, call.method))
 
