@@ -83,8 +83,13 @@ def _plan(settings: Settings) -> dict[str, Any]:
 def _compute(settings: Settings, plan: dict[str, Any]) -> Check:
     if "error" in plan:
         return Check("compute", "fail", str(plan["error"]))
-    threads = compute_threads(settings.threads, 1, os.environ)
-    return Check("compute", "ok", f"device {plan['device']}, dtype {plan['dtype']}, {threads} threads per worker")
+    threads = compute_threads(settings.threads, settings.ranks, os.environ)
+    detail = f"device {plan['device']}, dtype {plan['dtype']}, {threads} threads per worker"
+    if settings.ranks > 1:
+        detail += f", {settings.ranks} ranks for each base model"
+    if 0 < plan["devices"] < settings.ranks:
+        return Check("compute", "fail", f"{detail}: each rank needs a GPU of its own, there are {plan['devices']}")
+    return Check("compute", "ok", detail)
 
 
 def _memory(settings: Settings, model: BaseModelSource, plan: dict[str, Any], running: str | None) -> Check:
@@ -102,6 +107,8 @@ def _memory(settings: Settings, model: BaseModelSource, plan: dict[str, Any], ru
     if "error" in plan or not plan["total"]:
         return Check(name, "ok", f"{parameters / 1e6:.0f} M parameters; the memory of the device is not known")
     needed = parameters * _WIDTH[plan["dtype"]]
+    if plan.get("devices"):
+        needed //= settings.ranks
     detail = (
         f"{parameters / 1e6:.0f} M parameters take {megabytes(needed)} of {megabytes(plan['total'])} of memory, "
         f"{megabytes(plan['free'])} free"

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -105,7 +105,19 @@ class Settings(BaseSettings):
         "tokenizer). Repeat the option for several; in the file a list of strings or of tables "
         "{name, path, tokenizer_id}.",
     )
-    engine: Literal["torch"] = Field("torch", description="Library that computes.")
+    engine: Literal["torch", "fsdp"] = Field(
+        "torch",
+        description="Library that computes. torch: one process for each base model. fsdp: as many processes as `ranks` "
+        "says, each with its slices of the model. See docs/engines.md.",
+    )
+    ranks: Annotated[int, Field(ge=1, le=1024)] = Field(
+        1, description="Processes that compute each base model together, on a GPU each or on the CPU (engine fsdp)."
+    )
+    rank_timeout: Seconds = Field(
+        120.0,
+        description="Seconds that a rank waits for the others before all of them are ended and started again. It must "
+        "be longer than the slowest pass, and than writing the largest checkpoint.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Type of the frozen base weights; everything else is float32. auto: bfloat16 on CPUs with AMX "
@@ -314,6 +326,13 @@ class Settings(BaseSettings):
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise ValueError(f"{doubled[0]!r} is given twice; every base model needs a name of its own")
+        return value
+
+    @field_validator("ranks")
+    @classmethod
+    def _ranks_need_an_engine(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("engine") == "torch":
+            raise ValueError("engine torch computes in one process; choose engine fsdp for several")
         return value
 
     @field_validator("data_dir")

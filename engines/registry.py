@@ -10,7 +10,10 @@ from engines.base import BaseEngine
 from engines.sampling.base import SamplingEngine
 from schemas.errors import InvalidRequest, Unavailable
 
-ENGINES: Mapping[str, str] = {"torch": "engines.torch_engine.engine:TorchEngine"}
+ENGINES: Mapping[str, str] = {
+    "torch": "engines.torch_engine.engine:TorchEngine",
+    "fsdp": "engines.fsdp.engine:FsdpEngine",
+}
 """Engine name -> "module:class"."""
 
 

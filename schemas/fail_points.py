@@ -39,6 +39,7 @@ POINTS: tuple[str, ...] = (
     "restore.done",
     "sample.turn",
     "checkpoint.forgotten",
+    "gradient.reduce",
 )
 """Their order is their number, from 0."""
 

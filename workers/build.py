@@ -25,7 +25,8 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
 
 def idle_folder(spec: WorkerSpec, kind: str = "adapters") -> Path:
     """Where this worker alone keeps adapters, or samples, that do not fit into memory."""
-    return Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
+    folder = Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
+    return folder if spec.place is None else folder / f"rank-{spec.place.rank}"
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -45,12 +46,14 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
     from workers.samplers import build_sampler, check_sampler
 
     if not issubclass(engine_class, TorchEngine):
-        raise Unavailable(f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch'")
+        raise Unavailable(
+            f"engine {spec.engine!r} has no sampler on the same copy of the weights; use engine 'torch' or 'fsdp'"
+        )
     check_sampler(spec)
     progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
-    engine = TorchEngine(
+    engine = engine_class(
         folder,
         dtype=spec.dtype,
         device=spec.device,
@@ -61,6 +64,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
         gradient_checkpointing=spec.gradient_checkpointing,
         adapter_memory=None if spec.adapter_memory_gib is None else int(spec.adapter_memory_gib * GIB),
         idle_folder=idle_folder(spec),
+        place=spec.place,
     )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -51,11 +51,13 @@ class RankServer:
         self._calls_lock = threading.Lock()
         self._calls = 0
         """Calls received and not yet answered."""
+        self._rank = 0
 
     def serve(self) -> int:
         """Load, then run calls until told to stop; returns the exit code."""
         start: Start = pickle.load(self._requests)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
+        self._rank = start.rank
         worker = self._load(start)
         if worker is None:
             return 1
@@ -80,7 +82,8 @@ class RankServer:
 
     def _answer(self, worker: object, call: Call) -> Answer:
         try:
-            return Answer(call.call_id, invoke(worker, call.method, call.args, call.kwargs))
+            value = invoke(worker, call.method, call.args, call.kwargs)
+            return Answer(call.call_id, value if self._rank == 0 else None)
         except Exception as error:
             return Answer(call.call_id, error=to_tinsmith_error(error, call.method))
 
@@ -140,6 +143,8 @@ def main() -> None:
         code = RankServer(requests, replies).serve()
     except (BrokenPipeError, EOFError):
         code = 0
+    except SystemExit as end:  # a rank that cannot go on with the others
+        code = end.code if isinstance(end.code, int) else 1
     logging.shutdown()
     sys.stderr.flush()
     # Not sys.exit: the reader thread sits in a read, and thread pools of libraries may not end by themselves.

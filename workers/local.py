@@ -10,14 +10,17 @@ import asyncio
 import itertools
 import logging
 import os
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engines.ranks import Place
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
+from workers.dispatch import RankAnswer, merge
 from workers.environment import worker_environment
 from workers.messages import Answer, Call, Ping, Progress, Ready, Reply, Request, Start, StartFailed, Stop
 from workers.rank_process import RankProcess
@@ -31,9 +34,8 @@ class _Pending:
     """A call that some ranks have not answered yet."""
 
     future: asyncio.Future[Any]
-    remaining: int
-    value: Any = None
-    error: TinsmithError | None = None
+    ranks: int
+    answers: dict[int, RankAnswer] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -137,24 +139,47 @@ class LocalWorkerGroup:
     def _spawn(self, life: _Incarnation) -> None:
         """In the sender thread: starting an interpreter takes tens of milliseconds."""
         env = worker_environment(self._spec, os.environ)
-        for rank in range(self._spec.ranks):
-            process = RankProcess(
-                Start(self._spec, rank),
-                env,
-                on_reply=lambda process, reply: self._post(life, self._take_reply, process, reply),
-                on_end=lambda process, reason: self._post(life, self._take_end, process, reason),
-            )
-            life.ranks.append(process)
-            if life.over:
-                # Stopped while spawning: `stop` may have looked at the list before this rank was on it.
-                process.kill()
-                return
+        # Rank 0 inherits the socket at which the others meet it, so that nobody can take its port meanwhile.
+        with socket.create_server(("127.0.0.1", 0)) as meeting:
+            for rank in range(self._spec.ranks):
+                process = RankProcess(
+                    Start(self._placed(rank, meeting), rank),
+                    env,
+                    on_reply=lambda process, reply: self._post(life, self._take_reply, process, reply),
+                    on_end=lambda process, reason: self._post(life, self._take_end, process, reason),
+                    inherited=(meeting.fileno(),) if rank == 0 and self._spec.ranks > 1 else (),
+                )
+                life.ranks.append(process)
+                if life.over:
+                    # Stopped while spawning: `stop` may have looked at the list before this rank was on it.
+                    process.kill()
+                    return
+
+    def _placed(self, rank: int, meeting: socket.socket) -> WorkerSpec:
+        """What a rank is to load; one alone has nobody to meet."""
+        spec = self._spec
+        if spec.ranks == 1:
+            return spec
+        address, port = meeting.getsockname()
+        return replace(
+            spec,
+            place=Place(
+                rank=rank,
+                ranks=spec.ranks,
+                address=address,
+                port=port,
+                listen_fd=meeting.fileno() if rank == 0 else None,
+                local_rank=rank,
+                local_ranks=spec.ranks,
+                timeout=spec.rank_timeout,
+            ),
+        )
 
     async def _exchange(self, call_id: int, request: Request) -> Any:
         life = self._current
         if life is None or life.over:
             raise WorkerDied("the worker is not running")
-        pending = _Pending(life.loop.create_future(), remaining=len(life.ranks))
+        pending = _Pending(life.loop.create_future(), len(life.ranks))
         life.pending[call_id] = pending
         try:
             sent = life.loop.run_in_executor(life.sender, _send_to_all, life.ranks, request)
@@ -190,15 +215,13 @@ class LocalWorkerGroup:
         pending = life.pending.get(answer.call_id)
         if pending is None or pending.future.done():
             return
-        pending.remaining -= 1
-        if process.rank == 0:
-            pending.value = answer.value
-        pending.error = pending.error or answer.error
-        if pending.remaining == 0:
-            if pending.error is not None:
-                pending.future.set_exception(pending.error)
-            else:
-                pending.future.set_result(pending.value)
+        pending.answers[process.rank] = RankAnswer(answer.value, answer.error)
+        if len(pending.answers) < pending.ranks:
+            return
+        try:
+            pending.future.set_result(merge([pending.answers[rank] for rank in range(pending.ranks)]))
+        except TinsmithError as error:
+            pending.future.set_exception(error)
 
     def _take_end(self, life: _Incarnation, process: RankProcess, reason: str) -> None:
         if life.over:

@@ -18,7 +18,7 @@ PICKLE_PROTOCOL = 5
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """First message to a rank: what to load."""
+    """First message to a rank: what to load, and (`spec.place`) where it meets the others."""
 
     spec: WorkerSpec
     rank: int

@@ -23,7 +23,8 @@ _REAP_SECONDS = 5.0
 class RankProcess:
     """A child process with one reader thread.
 
-    `on_reply(self, reply)` and, once, `on_end(self, reason)` are called from the reader thread.
+    `on_reply(self, reply)` and, once, `on_end(self, reason)` are called from the reader thread. `inherited` are
+    descriptors that the process gets besides its standard ones, under the same numbers.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class RankProcess:
         env: Mapping[str, str],
         on_reply: Callable[[RankProcess, Reply], None],
         on_end: Callable[[RankProcess, str], None],
+        inherited: tuple[int, ...] = (),
     ) -> None:
         self.rank = start.rank
         self._on_reply = on_reply
@@ -41,6 +43,7 @@ class RankProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=dict(env),
+            pass_fds=inherited,
             # A group of its own, so that Ctrl-C in the server's terminal does not reach a child that is still starting.
             process_group=0 if sys.platform != "win32" else None,
         )

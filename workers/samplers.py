@@ -10,6 +10,7 @@ from typing import Any
 
 from engines.registry import get_sampler, is_address
 from engines.sampling.base import SamplingEngine
+from engines.sampling.elsewhere import Elsewhere
 from engines.torch_engine.engine import TorchEngine
 from schemas.operations import BaseModelInfo
 from workers.spec import WorkerSpec
@@ -37,7 +38,11 @@ def build_sampler(
         engine: the trainer, on whose copy of the weights sampler `torch` runs.
         folder: of the base model, for samplers with a copy of their own.
         aside_folder: where sampler `torch` puts requests aside; None = a temporary folder of its own.
+
+    A sampler with weights of its own runs beside rank 0 only; the other ranks get one that does nothing.
     """
+    if spec.sampler != "torch" and spec.place is not None and spec.place.rank > 0:
+        return Elsewhere()
     if is_address(spec.sampler):
         from engines.sampling.external import ExternalSampler
 
@@ -75,4 +80,5 @@ def build_sampler(
         max_tokens=spec.max_sample_tokens,
         max_loaded_adapters=spec.max_loaded_adapters,
         aside_folder=aside_folder,
+        lockstep=engine.lockstep,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engines.ranks import Place
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
@@ -18,6 +20,8 @@ class WorkerSpec:
         dtype, device: passed to the engine; "auto" lets it choose.
         threads: compute threads per rank; None = the cores that the process may use, shared by the ranks.
         ranks: number of processes.
+        rank_timeout: seconds that a rank waits for the others before it counts them as lost.
+        place: which rank this is, set by whoever starts the processes; None = the only one.
         sample_logprobs: "tempered" or "plain": which distribution the logprobs of sampled tokens belong to.
         max_loaded_adapters: saved adapters that the sampler keeps in memory.
         max_sample_rows, max_sample_tokens: sequences that draw at once, and tokens that they may hold together.
@@ -41,6 +45,8 @@ class WorkerSpec:
     device: str = "auto"
     threads: int | None = None
     ranks: int = 1
+    rank_timeout: float = 120.0
+    place: Place | None = None
     sample_logprobs: Literal["tempered", "plain"] = "tempered"
     max_loaded_adapters: int = 16
     max_sample_rows: int = 64

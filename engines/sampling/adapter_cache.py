@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
+from engines.lockstep import Lockstep
 from engines.lora import AdapterWeights
 from schemas.errors import EngineFailure, TinsmithError
 
@@ -22,10 +23,10 @@ class AdapterCache:
     """Keeps up to `capacity` adapters. One that is in use is never dropped, even if that exceeds the capacity.
 
     A checkpoint folder never changes, so its path is key enough. Folders are read one at a time by a thread of its own,
-    so that a running batch does not wait for the disk.
+    so that a running batch does not wait for the disk; with `lockstep` at once, on all ranks or on none.
     """
 
-    def __init__(self, load: Callable[[Path], AdapterWeights], capacity: int) -> None:
+    def __init__(self, load: Callable[[Path], AdapterWeights], capacity: int, lockstep: Lockstep | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; it must be at least 1")
         self._load = load
@@ -33,6 +34,7 @@ class AdapterCache:
         self._loaded: OrderedDict[str, AdapterWeights] = OrderedDict()
         self._users: Counter[str] = Counter()
         self._reading: dict[str, Future[AdapterWeights]] = {}
+        self._lockstep = lockstep
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
     @property
@@ -45,7 +47,12 @@ class AdapterCache:
         if folder in self._loaded:
             return True
         if folder not in self._reading:
-            self._reading[folder] = self._reader.submit(self._read, folder)
+            if self._lockstep is None:
+                self._reading[folder] = self._reader.submit(self._read, folder)
+            else:
+                together = self._lockstep.together
+                self._reading[folder] = self._reader.submit(together, lambda: self._read(folder), lambda: None)
+                wait_for([self._reading[folder]])
         return self._reading[folder].done()
 
     def wait(self, seconds: float) -> None:

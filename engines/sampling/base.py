@@ -78,7 +78,7 @@ class SamplingEngine(ABC):
                 result.ended[request_id] = error
         deadline = time.monotonic() + turn.seconds
         steps = 0
-        while self.load.active and (steps < turn.steps or time.monotonic() < deadline):
+        while self.load.active and (steps < turn.steps or self._in_time(deadline)):
             step = self.step()
             steps += 1
             result.ended |= step.ended
@@ -88,6 +88,10 @@ class SamplingEngine(ABC):
                 break  # whoever waits outside may use the room
         deltas = {request_id: _joined(found) for request_id, found in result.deltas.items()}
         return SampleTurnResult(result.ended, deltas, self.load, self.take_stats())
+
+    def _in_time(self, deadline: float) -> bool:
+        """Whether a turn may go on, by the monotonic clock."""
+        return time.monotonic() < deadline
 
 
 def _joined(deltas: Sequence[SampleDelta]) -> tuple[SampleDelta, ...]:

@@ -10,15 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engines.lockstep import Alone, Lockstep
 from engines.sampling.requests import Row, Running
 from engines.sampling.sampling_rules import LogprobKind, draw, tempered_logprobs
 from schemas.errors import EngineFailure, TinsmithError
 
 
-def draw_tokens(runnings: Sequence[Running], kind: LogprobKind) -> dict[str, TinsmithError]:
+def draw_tokens(
+    runnings: Sequence[Running], kind: LogprobKind, lockstep: Lockstep | None = None
+) -> dict[str, TinsmithError]:
     """Draw one token for every living row of these requests (all have logits), and use the logits up.
 
-    Returns the requests whose logits are not numbers, with their errors; nothing is drawn for them.
+    With `lockstep`, the tokens are those of rank 0 on every rank. Returns the requests whose logits are not numbers,
+    with their errors; nothing is drawn for them.
     """
     failed = _broken(runnings)
     rows = [(row, running) for running in runnings if running.request_id not in failed for row in running.alive]
@@ -26,7 +30,7 @@ def draw_tokens(runnings: Sequence[Running], kind: LogprobKind) -> dict[str, Tin
     for running in runnings:
         running.logits = None
     if rows:
-        _draw(rows, torch.cat(logits), kind)
+        _draw(rows, torch.cat(logits), kind, lockstep or Alone())
     return failed
 
 
@@ -42,7 +46,7 @@ def _broken(runnings: Sequence[Running]) -> dict[str, TinsmithError]:
     return failed
 
 
-def _draw(rows: Sequence[tuple[Row, Running]], logits: Tensor, kind: LogprobKind) -> None:
+def _draw(rows: Sequence[tuple[Row, Running]], logits: Tensor, kind: LogprobKind, lockstep: Lockstep) -> None:
     """`logits` [rows, V] of these rows, in order."""
     rules = [running.rule for _, running in rows]
     logprobs = tempered_logprobs(logits, [rule.temperature for rule in rules])
@@ -51,7 +55,7 @@ def _draw(rows: Sequence[tuple[Row, Running]], logits: Tensor, kind: LogprobKind
     if (kind == "plain" or any(asked)) and any(rule.temperature not in (0.0, 1.0) for rule in rules):
         plain = tempered_logprobs(logits, [1.0] * len(rules))
     reported = plain if kind == "plain" else logprobs
-    tokens = draw(logprobs, rules, [row.draws.random() for row, _ in rows])
+    tokens = lockstep.first(draw(logprobs, rules, [row.draws.random() for row, _ in rows]))
     chosen = torch.tensor(tokens, device=reported.device)[:, None]
     values = reported.gather(-1, chosen)[:, 0].tolist()
     if any(asked):

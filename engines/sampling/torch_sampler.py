@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engines.lockstep import Alone, Lockstep
 from engines.lora import AdapterWeights, Router
 from engines.sampling.adapter_cache import AdapterCache
 from engines.sampling.base import SampleStep, SamplingEngine
@@ -63,6 +64,8 @@ class TorchSampler(SamplingEngine):
             deleted. None = a temporary folder.
         load_adapter: reads a checkpoint folder; default: PEFT folders that fit `model`.
         entropy: gives the seed of requests that have none; default: the operating system.
+        lockstep: the other ranks on whose slices of the model this one depends, each with a sampler that gets the same
+            calls.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class TorchSampler(SamplingEngine):
         aside_folder: Path | None = None,
         load_adapter: Callable[[Path], AdapterWeights] | None = None,
         entropy: Callable[[], int] | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
         if sample_logprobs not in ("tempered", "plain"):
             raise ValueError(f"sample_logprobs is {sample_logprobs!r}; it must be 'tempered' or 'plain'")
@@ -89,9 +93,10 @@ class TorchSampler(SamplingEngine):
         self._kind: LogprobKind = sample_logprobs
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._prefill_tokens = prefill_tokens or (256 if self._pass.device.type == "cpu" else 4096)
-        self._entropy = entropy or (lambda: secrets.randbits(256))
+        self._lockstep = lockstep or Alone()
+        self._entropy = entropy or self._fresh_seed
         self._adapters = AdapterCache(
-            load_adapter or (lambda folder: load_for_sampling(folder, model)), max_loaded_adapters
+            load_adapter or (lambda folder: load_for_sampling(folder, model)), max_loaded_adapters, lockstep
         )
         self._prefixes = PrefixCache(max_tokens // 4 if prefix_tokens is None else prefix_tokens)
         self._aside_folder = aside_folder or Path(tempfile.gettempdir()) / f"tinsmith-{uuid.uuid4().hex}"
@@ -173,6 +178,13 @@ class TorchSampler(SamplingEngine):
         )
         return Plan(request, limit, seed, stop)
 
+    def _fresh_seed(self) -> int:
+        """Of the operating system's (rank 0's, where there are several); 248 bits."""
+        seed = 0
+        for part in self._lockstep.first([secrets.randbits(62) for _ in range(4)]):
+            seed = seed << 62 | part
+        return seed
+
     def _leave(self, request_id: str) -> None:
         running = self._running.pop(request_id, None)
         if running is None:
@@ -183,16 +195,23 @@ class TorchSampler(SamplingEngine):
             self._adapters.release(folder)
 
     # -- a step --------------------------------------------------------------------------------------------------
+    def _in_time(self, deadline: float) -> bool:
+        return bool(self._lockstep.first([super()._in_time(deadline)])[0])
+
     def step(self) -> SampleStep:
         """See `SamplingEngine.step`."""
         began = time.perf_counter()
         result = SampleStep()
-        with torch.inference_mode():
-            self._draw(result)
-            self._admit(result)
-            work = self._work(self._make_room(result))
-            for running, logits in self._run(work, result):
-                self._take(running, logits, result)
+        try:
+            with torch.inference_mode():
+                self._draw(result)
+                self._admit(result)
+                work = self._work(self._make_room(result))
+                for running, logits in self._run(work, result):
+                    self._take(running, logits, result)
+        except Exception as error:
+            self._lockstep.broken(error)
+            raise
         if not work and not result.ended and self._waiting:
             self._adapters.wait(_LOADING_PAUSE)
         self._counts["steps"] += 1
@@ -204,7 +223,7 @@ class TorchSampler(SamplingEngine):
         ready = [running for running in self._running.values() if running.logits is not None]
         if not ready:
             return
-        for request_id, error in draw_tokens(ready, self._kind).items():
+        for request_id, error in draw_tokens(ready, self._kind, self._lockstep).items():
             self._end(request_id, error, result)
         for running in ready:
             if running.request_id not in self._running:
@@ -305,10 +324,13 @@ class TorchSampler(SamplingEngine):
     def _move(self, running: Running, move: Callable[[Holder], None], result: SampleStep) -> bool:
         """Between memory and file; whether that worked."""
         assert isinstance(running.holder, Holder)
+        failed = False
         try:
             move(running.holder)
         except Exception:
             _log.exception("a request could not be put aside or brought back")
+            failed = True
+        if self._lockstep.any(failed):
             error = EngineFailure(
                 "the server had no room for this sample beside others, and could not set it aside on its disk",
                 hint="try again; the server's administrator should look at the disk of its data folder",
@@ -363,6 +385,7 @@ class TorchSampler(SamplingEngine):
                 spans = [(running.holder, tokens, keep, running.adapter) for running, tokens, keep in group]
                 logits = self._pass.run_spans(spans)
             except Exception as error:
+                self._lockstep.broken(error)
                 if len(group) > 1:
                     _log.exception("a pass of %d requests failed; they are tried one by one", len(group))
                     done += [each for entry in group for each in self._run([entry], result)]
@@ -394,6 +417,7 @@ class TorchSampler(SamplingEngine):
                 running.holder.select([0] * request.num_samples)
             running.logits = logits[0, -1:].expand(request.num_samples, -1)
         except Exception as error:
+            self._lockstep.broken(error)
             _log.exception("a request failed behind its prompt")
             self._end(running.request_id, _as_failure(error), result)
 

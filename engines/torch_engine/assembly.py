@@ -6,6 +6,7 @@ Not responsible for reading the model (`loading.py`) or for running anything lat
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,11 +36,13 @@ class Assembly:
     info: BaseModelInfo
 
 
-def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
+def assemble(
+    model: Any, *, batch_invariant: bool, whole: Callable[[Tensor], Tensor] = lambda weight: weight
+) -> Assembly:
     """Freeze and wrap the model in place, and find out how its passes may be shared.
 
-    `batch_invariant` asks for numbers that do not depend on company; it is kept in float32 on the CPU. Raises
-    `Unavailable` for a model whose logits are not understood.
+    `batch_invariant` asks for numbers that do not depend on company; it is kept in float32 on the CPU. `whole` gives
+    all rows of a weight that is sharded. Raises `Unavailable` for a model whose logits are not understood.
     """
     freeze(model)
     router = attach(model)
@@ -53,7 +56,7 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
     exact = batch_invariant and cpu and weights_dtype(model) == torch.float32
     router.row_unit = 1
     if run.packs and batch_invariant and cpu:
-        _align(run, model, exact)
+        _align(run, model, exact, whole)
     if run.packs:
         right, same = judge(run, _probe(model), info.vocab_size)
         run.packs = right and (same or not exact)
@@ -63,10 +66,11 @@ def assemble(model: Any, *, batch_invariant: bool) -> Assembly:
     return Assembly(router, head, run, replace(info, packed=run.packs, batch_invariant=exact))
 
 
-def _align(run: TrainingPass, model: Any, exact: bool) -> None:
+def _align(run: TrainingPass, model: Any, exact: bool, whole: Callable[[Tensor], Tensor]) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
-    unit, block = choose_rows(linear.weight for linear in linears)
+    distinct = {tuple(linear.weight.shape): linear.weight for linear in linears}
+    unit, block = choose_rows([whole(weight) for weight in distinct.values()])
     filling = filling_for(model, unit)
     if exact and not filling.suits():
         run.packs = False

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from engines.base import BaseEngine
+from engines.lockstep import Lockstep
 from engines.lora import (
     AdapterWeights,
     Router,
@@ -29,6 +30,7 @@ from engines.lora import (
     resolve_targets,
 )
 from engines.peft_format import read_adapter, write_adapter
+from engines.ranks import Place
 from engines.torch_engine.adapter import AdapterState, Gradient, state_bytes, step_many
 from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.assembly import Assembly, assemble
@@ -43,10 +45,11 @@ from engines.torch_engine.memory import (
 )
 from engines.torch_engine.memory_errors import memory_errors
 from engines.torch_engine.meter import Meter
-from engines.torch_engine.open_operations import OpenOperations, commit
+from engines.torch_engine.open_operations import OpenOperations
 from engines.torch_engine.operations import OpenOperation
 from engines.torch_engine.precision import convert, resolve_dtype
 from engines.torch_engine.snapshots import captured, read_snapshot, write_snapshot
+from engines.torch_engine.training_pass import TrainingPass
 from engines.torch_engine.validation import check_batch
 from schemas.errors import AlreadyExists, EngineFailure, TinsmithError, Unavailable
 from schemas.operations import (
@@ -54,6 +57,7 @@ from schemas.operations import (
     BaseModelInfo,
     DatumRange,
     LoraSpec,
+    MemoryEstimate,
     OptimizerType,
     PassStats,
     SavedAdapter,
@@ -81,7 +85,11 @@ class TorchEngine(BaseEngine):
         micro_batch_tokens: tokens of a pass; None = what suits the device.
         gradient_checkpointing: compute activations twice instead of keeping them; auto = where they would not fit.
         adapter_memory: bytes for live adapters, above which idle ones go to `idle_folder`; None = no limit.
+        place: this process among the ranks of the model.
     """
+
+    several_ranks: ClassVar[bool] = False
+    """Whether the work can be shared by several processes."""
 
     def __init__(
         self,
@@ -97,6 +105,7 @@ class TorchEngine(BaseEngine):
         gradient_checkpointing: Checkpointing = "auto",
         adapter_memory: int | None = None,
         idle_folder: Path | None = None,
+        place: Place | None = None,
     ) -> None:
         super().__init__()
         self._folder = model_folder
@@ -109,6 +118,7 @@ class TorchEngine(BaseEngine):
         self._checkpointing = gradient_checkpointing
         self._adapter_memory = adapter_memory
         self._idle_folder = idle_folder
+        self._place = place or Place()
         self._room: int | None = None
         self._pool = AdapterPool(adapter_memory, None)
         self._open: str | None = None
@@ -126,23 +136,45 @@ class TorchEngine(BaseEngine):
 
     def load(self) -> BaseModelInfo:
         """Load, freeze and wrap the base model; raises `Unavailable` (or `InvalidRequest` for dtype and device)."""
+        if self._place.ranks > 1 and not self.several_ranks:
+            raise Unavailable(
+                f"this engine computes in one process, not on {self._place.ranks} ranks", hint="use engine 'fsdp'"
+            )
         set_threads(self._threads)
         device = resolve_device(self._device)
         dtype = resolve_dtype(self._dtype, device)
         with memory_errors("loading the base model"):
-            if self._given is not None:
-                self._model = convert(self._given, dtype).to(device)
-            else:
-                self._model = load_base_model(self._folder, dtype, device)
-            self._assembly = assembly = assemble(self._model, batch_invariant=self._batch_invariant)
-            memory = estimate_memory(self._model, assembly.router)
-        tokens = self._micro_batch_tokens or assembly.info.micro_batch_tokens
-        self._info = replace(assembly.info, micro_batch_tokens=tokens, memory=memory)
+            self._model = self._read_model(dtype, device)
+            self._assembly = self._assemble()
+            memory = self._measure_memory(self._assembly.router)
+        tokens = self._micro_batch_tokens or self._assembly.info.micro_batch_tokens
+        self._info = replace(self._assembly.info, micro_batch_tokens=tokens, memory=memory)
         budget = adapter_budget(memory, self._adapter_memory)
         self._room = activation_room(memory, budget)
         self._pool = AdapterPool(budget, self._idle_folder)
-        self._turns = OpenOperations(assembly.run, tokens, self._checkpointing, memory, self._room)
+        self._turns = self._make_turns(self._assembly.run)
         return self._info
+
+    def _read_model(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The base model in this precision, on the device."""
+        if self._given is not None:
+            return convert(self._given, dtype).to(device)
+        return load_base_model(self._folder, dtype, device)
+
+    def _assemble(self) -> Assembly:
+        return assemble(self._model, batch_invariant=self._batch_invariant)
+
+    def _measure_memory(self, router: Router) -> MemoryEstimate:
+        return estimate_memory(self._model, router)
+
+    def _make_turns(self, run: TrainingPass) -> OpenOperations:
+        info = self.info
+        return OpenOperations(run, info.micro_batch_tokens, self._checkpointing, info.memory, self._room)
+
+    @property
+    def lockstep(self) -> Lockstep | None:
+        """With whom samplers on this copy of the model have to keep step; None = with nobody."""
+        return None
 
     @property
     def model(self) -> Any:
@@ -283,7 +315,7 @@ class TorchEngine(BaseEngine):
         if self._pool.get(batch.adapter_id).stage is None:
             raise EngineFailure("forward_backward outside of train_mode of this adapter")
         result, operation = self._compute_whole(replace(batch, backward=True))
-        commit(operation)
+        _loaded(self._turns).commit(operation)
         return result
 
     def _compute_whole(self, batch: TrainBatch) -> tuple[TrainResult, OpenOperation]:

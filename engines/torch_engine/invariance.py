@@ -31,11 +31,11 @@ _CLOSE = 1e-3
 
 
 def choose_rows(weights: Iterable[Tensor]) -> tuple[int, int | None]:
-    """(unit, block): rows come in multiples of the unit; products run over all of them at once (block None) if this
-    machine then gives each row the same bits whatever others there are, else over blocks of a fixed number of rows.
+    """(unit, block) for weights of distinct shapes: rows come in multiples of the unit; products run over all of them
+    at once (block None) if this machine then gives each row the same bits whatever others there are, else over blocks
+    of a fixed number of rows.
     """
-    distinct = {tuple(weight.shape): weight for weight in weights}.values()
-    if all(_same_rows(weight, ROW_UNIT) and _same_rows(weight.t(), ROW_UNIT) for weight in distinct):
+    if all(_same_rows(weight, ROW_UNIT) and _same_rows(weight.t(), ROW_UNIT) for weight in weights):
         return ROW_UNIT, None
     return ROW_BLOCK, ROW_BLOCK
 

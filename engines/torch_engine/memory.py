@@ -156,7 +156,9 @@ def _probe_pass(model: Any, router: Router, spec: LoraSpec) -> Iterator[Callable
 
 def _kept_bytes(model: nn.Module, forward: Callable[[int], Tensor], tokens: int) -> int:
     """Bytes that autograd keeps for the backward pass over so many tokens: distinct memory, without the model's own."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in _own_tensors(model)}
+    # Slices of a sharded model (DTensors) have no memory at an address of their own.
+    plain = [tensor for tensor in _own_tensors(model) if not hasattr(tensor, "to_local")]
+    own = {tensor.untyped_storage().data_ptr() for tensor in plain}
     kept: dict[int, tuple[Tensor, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from engines.torch_engine.checkpointing import use_checkpointing
 from engines.torch_engine.faults import unexpected
 from engines.torch_engine.memory import Checkpointing, checkpoints_pass
 from engines.torch_engine.memory_errors import is_out_of_memory
-from engines.torch_engine.operations import OpenOperation
+from engines.torch_engine.operations import DatumLoss, OpenOperation
 from engines.torch_engine.training_pass import PassItem, TrainingPass
 from schemas.errors import EngineFailure, NotFound, OutOfMemory, TinsmithError
 from schemas.operations import DatumRange, MemoryEstimate, TrainResult
@@ -23,7 +23,7 @@ Ended = dict[str, TrainResult | TinsmithError]
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class Work:
     """One datum to be computed."""
 
     operation_id: str
@@ -79,36 +79,28 @@ class OpenOperations:
         for operation_id in dict.fromkeys(part.operation_id for part in ranges):
             operation = self._open.get(operation_id)
             if operation is not None and operation.complete and operation_id not in ended:
-                ended[operation_id] = _finish(operation)
+                ended[operation_id] = self._finish(operation)
         return ended
 
     def whole(self, operation: OpenOperation) -> TrainResult:
         """Compute an operation that is not open, all at once; nothing is committed. Raises its error."""
         ended: Ended = {}
-        self.execute([_Work("", operation, index) for index in range(len(operation.batch.datums))], ended)
+        self.execute([Work("", operation, index) for index in range(len(operation.batch.datums))], ended)
         error = ended.get("")
         if isinstance(error, TinsmithError):
             raise error
         return operation.result()
 
-    def execute(self, works: Iterable[_Work], ended: Ended) -> None:
+    def execute(self, works: Iterable[Work], ended: Ended) -> None:
         """Run datums in passes, forward-only ones apart from the others; errors go into `ended`."""
         works = list(works)
         for backward in (False, True):
-            for chosen in self._passes([work for work in works if work.operation.batch.backward is backward]):
+            for chosen in self.passes([work for work in works if work.operation.batch.backward is backward]):
                 self._attempt([work for work in chosen if work.operation_id not in ended], ended)
 
-    def _datums(self, part: DatumRange, ended: Ended) -> Iterator[_Work]:
-        operation = self._open.get(part.operation_id)
-        if operation is None:
-            ended[part.operation_id] = NotFound("there is no such open operation")
-            return
-        for index in range(part.start, part.stop):
-            yield _Work(part.operation_id, operation, index)
-
-    def _passes(self, works: Sequence[_Work]) -> Iterator[list[_Work]]:
+    def passes(self, works: Sequence[Work]) -> Iterator[list[Work]]:
         """Split by the token budget, in order; a datum beyond the budget goes alone."""
-        chosen: list[_Work] = []
+        chosen: list[Work] = []
         tokens = 0
         for work in works:
             if chosen and (not self.run.packs or tokens + work.tokens > self.budget):
@@ -119,16 +111,77 @@ class OpenOperations:
         if chosen:
             yield chosen
 
-    def _attempt(self, works: list[_Work], ended: Ended) -> None:
+    def run_pass(
+        self, works: Sequence[Work], *, body: bool | None = None
+    ) -> list[tuple[Tensor | TinsmithError, DatumLoss]]:
+        """One pass: logprobs or the error of each datum, and its loss. `body`: as in `TrainingPass.run`."""
+        device = self.run.device
+        losses = [work.operation.loss(work.index, device) for work in works]
+        items = [
+            PassItem(
+                work.operation.batch.datums[work.index].tokens,
+                work.operation.state.weights,
+                loss,
+                work.operation.collect() if work.operation.batch.backward else None,
+            )
+            for work, loss in zip(works, losses, strict=True)
+        ]
+        lengths = [work.tokens for work in works]
+        twice = items[0].gradient is not None and checkpoints_pass(self.memory, lengths, self.room, self.checkpointing)
+        with use_checkpointing(self.run.model, twice):
+            return list(zip(self.run.run(items, body=body), losses, strict=True))
+
+    def take(self, work: Work, outcome: Tensor | TinsmithError, loss: DatumLoss, ended: Ended) -> None:
+        """Give a datum's numbers to its operation; errors go into `ended`."""
+        if work.operation_id in ended:
+            return
+        try:
+            if not isinstance(outcome, Tensor):
+                raise outcome
+            work.operation.take(work.index, outcome, loss)
+        except TinsmithError as error:
+            ended[work.operation_id] = error
+        except Exception as error:
+            ended[work.operation_id] = unexpected(error, "the metrics of a datum")
+
+    def commit(self, operation: OpenOperation) -> None:
+        """Add what a complete operation collected to its adapter's gradient (the open stage's, inside `train_mode`)."""
+        if operation.flat is None:
+            return
+        state = operation.state
+        target = state.gradient if state.stage is None else state.stage
+        target.add(operation.flat, 1, operation.poison())
+        operation.flat = operation.gradient = None
+
+    def _finish(self, operation: OpenOperation) -> TrainResult | TinsmithError:
+        """Commit a complete operation; if its result cannot be made, nothing of it is kept."""
+        try:
+            result = operation.result()
+            self.commit(operation)
+        except Exception as error:
+            return unexpected(error, "the result of a batch")
+        return result
+
+    def _datums(self, part: DatumRange, ended: Ended) -> Iterator[Work]:
+        operation = self._open.get(part.operation_id)
+        if operation is None:
+            ended[part.operation_id] = NotFound("there is no such open operation")
+            return
+        for index in range(part.start, part.stop):
+            yield Work(part.operation_id, operation, index)
+
+    def _attempt(self, works: list[Work], ended: Ended) -> None:
         """One pass; where it fails before anything is written, two smaller ones, until who is at fault is alone."""
         if not works:
             return
         self.run.meter.writing = False
         try:
-            self._pass(works, ended)
+            outcomes = self.run_pass(works)
         except Exception as error:
             failure = error
         else:
+            for work, (outcome, loss) in zip(works, outcomes, strict=True):
+                self.take(work, outcome, loss, ended)
             return
         if len(works) > 1 and not self.run.meter.writing:
             middle = len(works) // 2
@@ -144,51 +197,3 @@ class OpenOperations:
                 f"data[{work.index}] of {work.tokens} tokens does not fit in the memory of the device",
                 hint="send shorter datums, or ask the operator for gradient checkpointing",
             )
-
-    def _pass(self, works: list[_Work], ended: Ended) -> None:
-        device = self.run.device
-        losses = [work.operation.loss(work.index, device) for work in works]
-        items = [
-            PassItem(
-                work.operation.batch.datums[work.index].tokens,
-                work.operation.state.weights,
-                loss,
-                work.operation.collect() if work.operation.batch.backward else None,
-            )
-            for work, loss in zip(works, losses, strict=True)
-        ]
-        lengths = [work.tokens for work in works]
-        twice = items[0].gradient is not None and checkpoints_pass(self.memory, lengths, self.room, self.checkpointing)
-        with use_checkpointing(self.run.model, twice):
-            outcomes = self.run.run(items)
-        for work, loss, outcome in zip(works, losses, outcomes, strict=True):
-            if work.operation_id in ended:
-                continue
-            try:
-                if not isinstance(outcome, Tensor):
-                    raise outcome
-                work.operation.take(work.index, outcome, loss)
-            except TinsmithError as error:
-                ended[work.operation_id] = error
-            except Exception as error:
-                ended[work.operation_id] = unexpected(error, "the metrics of a datum")
-
-
-def _finish(operation: OpenOperation) -> TrainResult | TinsmithError:
-    """Commit a complete operation; if its result cannot be made, nothing of it is kept."""
-    try:
-        result = operation.result()
-        commit(operation)
-    except Exception as error:
-        return unexpected(error, "the result of a batch")
-    return result
-
-
-def commit(operation: OpenOperation) -> None:
-    """Add what a complete operation collected to its adapter's gradient (the open stage's, inside `train_mode`)."""
-    if operation.flat is None:
-        return
-    state = operation.state
-    target = state.gradient if state.stage is None else state.stage
-    target.add(operation.flat, 1, operation.poison())
-    operation.flat = operation.gradient = None

@@ -71,6 +71,8 @@ class OpenOperation:
     gradient: Pairs | None = None
     poisoned: int | None = None
     """The first datum whose gradient was not finite."""
+    share: tuple[int, ...] = ()
+    """Which rank computes each datum, where there are several."""
     logprobs: list[Float32] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 

@@ -17,7 +17,10 @@ from schemas.errors import TinsmithError
 
 
 def main(device: str, dtype: str) -> int:
-    """Write `{"device", "dtype", "total", "free"}` (bytes of the device's memory) or `{"error"}`; returns 0 or 1."""
+    """Write `{"device", "dtype", "total", "free", "devices"}` or `{"error"}`; returns 0 or 1.
+
+    Bytes of the device's memory, and how many devices of its kind there are for ranks (CPU: 0, they share it).
+    """
     try:
         place = resolve_device(device)
         total, free = device_memory(place)
@@ -26,6 +29,7 @@ def main(device: str, dtype: str) -> int:
             "dtype": str(resolve_dtype(dtype, place)).removeprefix("torch."),
             "total": total,
             "free": free,
+            "devices": torch.cuda.device_count() if place.type == "cuda" else 0,
         }
     except TinsmithError as error:
         sys.stdout.write(json.dumps({"error": error.message}))

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,16 +63,17 @@ class TrainingPass:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
-    def run(self, items: Sequence[PassItem]) -> list[Tensor | TinsmithError]:
+    def run(self, items: Sequence[PassItem], *, body: bool | None = None) -> list[Tensor | TinsmithError]:
         """Logprobs of each item's targets, float32 on the device, or its own error (a loss may raise anything);
         gradients are added into the items' own places.
 
-        All items have a gradient, or none has. `meter.writing` tells whether gradients may have been written when
+        All items have a gradient, or none has. `body` says whether the pass goes back through the body (None: if an
+        adapter among the items has something there). `meter.writing` tells whether gradients may have been written when
         something raises; what an item with an error has collected is of no use.
         """
         backward = items[0].gradient is not None
         geometry = pack([item.tokens for item in items], self.device, self.filling if self.packs else Filling())
-        trains_body = backward and any(self._has_body(item.adapter) for item in items)
+        trains_body = backward and any(self.has_body(item.adapter) for item in items) if body is None else body
         segments, gradients = self._segments(items, geometry)
         with self._attention(geometry), self.router.use(segments, gradients if trains_body else None):
             with torch.set_grad_enabled(trains_body):
@@ -86,6 +88,16 @@ class TrainingPass:
                 torch.autograd.backward([hidden], [upstream])
         self.meter.count(geometry, [item.loss.trained_rows for item in items], trains_body)
         return results
+
+    def idle(self, body: bool) -> None:
+        """A pass over nothing, forward and, with `body`, backward: for a rank that has no work where others have."""
+        geometry = pack([np.zeros(1, np.int64)], self.device, self.filling if self.packs else Filling())
+        nobody = [(None, slice(0, geometry.rows))]
+        with self._attention(geometry), self.router.use(nobody, [{}] if body else None):
+            with torch.set_grad_enabled(body):
+                hidden = self._hidden(geometry)
+            if body:
+                torch.autograd.backward([hidden], [torch.zeros_like(hidden)])
 
     def _hidden(self, geometry: Pack) -> Tensor:
         """Hidden states [T, H] float32."""
@@ -136,5 +148,6 @@ class TrainingPass:
     def _attention(self, geometry: Pack) -> AbstractContextManager[None]:
         return packed(self.model, geometry) if self.packs else nullcontext()
 
-    def _has_body(self, adapter: AdapterWeights) -> bool:
+    def has_body(self, adapter: AdapterWeights) -> bool:
+        """Whether an adapter covers more than the output head."""
         return any(name != self.head.linear.name for name in adapter.pairs)

@@ -41,10 +41,12 @@ SERVER_PLACES = {
     "recover.replayed": 2,
     "checkpoint.forgotten": 1,
 }
+RANK_PLACES = ("gradient.reduce",)
+"""Of a worker of several ranks: `test_ranks.py`."""
 
 
 def test_every_place_is_in_a_test() -> None:
-    named = {*WORKER_PLACES, *SERVER_PLACES}
+    named = {*WORKER_PLACES, *SERVER_PLACES, *RANK_PLACES}
     assert named == set(POINTS), "a place that no test kills at proves nothing"
 
 

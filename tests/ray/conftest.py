@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own choice lets whatever else runs here go before its workers
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,13 @@ import ray
 
 from schemas.errors import InvalidRequest, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Datum, OptimStep, OptimStepParams, TrainBatch
-from tests.support.inline_group import InlineWorkerGroup
 from tests.support.tiny_model import make_tiny_model
 from tests.workers.group_contract import SPEC, GroupContract
 from tests.workers.harness import process_exists, running, until, value
 from tests.workers.runtime_contract import RuntimeContract
 from tests.workers.test_recovery import MemoryLog, Recorder
 from workers.group import WorkerGroup
+from workers.local import LocalWorkerGroup
 from workers.ray.gang import GangOptions
 from workers.ray.group import RayWorkerGroup
 from workers.ray.placement import rank_bundle
@@ -178,7 +178,11 @@ async def test_ranks_may_have_an_interpreter_of_their_own(tmp_path: Path) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("ray_cluster")
-async def test_training_through_a_kill_gives_the_bits_of_a_run_without_one(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("engine", "ranks"), [("torch", 1), ("fsdp", 2)])
+async def test_training_through_a_kill_gives_the_bits_of_a_run_without_one_on_child_processes(
+    engine: str, ranks: int, tmp_path: Path
+) -> None:
     make_tiny_model(tmp_path / "model")
     rng = np.random.default_rng(3)
     lengths = rng.integers(4, 30, 10)
@@ -191,8 +195,11 @@ async def test_training_through_a_kill_gives_the_bits_of_a_run_without_one(tmp_p
         return TrainBatch("m", tuple(datums), "cross_entropy", {}, backward)
 
     async def train(group: WorkerGroup, log: MemoryLog, kill_after: int | None) -> list[np.ndarray]:
-        async with running(group, history=log, snapshots=SnapshotPolicy(operations=3)) as (_, client, lost):
+        policy = SnapshotPolicy(operations=3)
+        async with running(group, wait=False, history=log, snapshots=policy) as (runtime, client, lost):
+            await until(lambda: runtime.state == "ready", 180)
             recorder = Recorder(client, log)
+            recorder.patience = 120.0
             await recorder.new("m", seed=5)
             seq_id = 0
             for turn in range(6):
@@ -201,16 +208,17 @@ async def test_training_through_a_kill_gives_the_bits_of_a_run_without_one(tmp_p
                     await recorder.run(operation, "m", seq_id)
                 if turn == kill_after:
                     assert isinstance(group, RayWorkerGroup)
-                    os.kill(group.pids[0], signal.SIGKILL)
+                    os.kill(group.pids[-1], signal.SIGKILL)
             result = await value(client.submit(several(7, backward=False), "m", seq_id + 1), 60)
             assert lost == []
             return list(result.logprobs)
 
-    spec = WorkerSpec("tiny", str(tmp_path / "model"), str(tmp_path / "data"), dtype="float32", device="cpu", threads=1)
+    model, data = str(tmp_path / "model"), str(tmp_path / "data")
+    spec = WorkerSpec("tiny", model, data, engine=engine, ranks=ranks, dtype="float32", device="cpu", threads=1)
     logs = [MemoryLog(tmp_path / name) for name in ("plain", "killed")]
     for log in logs:
         log.folder.mkdir()
-    plain = await train(InlineWorkerGroup.from_spec(spec), logs[0], None)
+    plain = await train(LocalWorkerGroup(spec), logs[0], None)
     killed = await train(RayWorkerGroup(spec, start_timeout=120, options=SMALL), logs[1], kill_after=3)
     assert len(plain) == 3
     for one, other in zip(plain, killed, strict=True):

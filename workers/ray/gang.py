@@ -19,10 +19,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from engines.ranks import Place
 from schemas.errors import Unavailable, WorkerDied
 from workers.messages import PICKLE_PROTOCOL, Call
 from workers.ray.placement import Bundle, node_environment, rank_bundle, shortage
-from workers.ray.rank_actor import Place, RankActor
+from workers.ray.rank_actor import RankActor, Site
 from workers.spec import WorkerSpec
 
 _log = logging.getLogger("tinsmith.workers")
@@ -93,16 +94,17 @@ class Gang:
             runtime_env=runtime_env,
         ).remote(rank)
 
-    def places(self) -> list[Future[Place]]:
+    def sites(self) -> list[Future[Site]]:
         """Where each rank runs; ready when its process is there."""
-        return [actor.place.remote().future() for actor in self._actors]
+        return [actor.site.remote().future() for actor in self._actors]
 
-    def load(self, meeting: Place) -> list[Future[Any]]:
-        """Let every rank build its worker; they meet at rank 0's place."""
+    def load(self, sites: Sequence[Site]) -> list[Future[Any]]:
+        """Let every rank build its worker; they meet at rank 0's site."""
+        places = [_place(sites, rank, self._spec.rank_timeout) for rank in range(len(sites))]
         spec = replace(self._spec, threads=self._spec.threads or 1)
         return [
-            actor.load.remote(spec, _meeting(meeting, rank, len(self._actors))).future()
-            for rank, actor in enumerate(self._actors)
+            actor.load.remote(replace(spec, place=place) if len(places) > 1 else spec, _meeting(place)).future()
+            for actor, place in zip(self._actors, places, strict=True)
         ]
 
     def lives(self) -> list[Future[None]]:
@@ -161,12 +163,19 @@ def _size(call: Call) -> int:
     return len(data) + sum(buffer.raw().nbytes for buffer in buffers)
 
 
-def _meeting(place: Place, rank: int, ranks: int) -> dict[str, str]:
-    """What `torch.distributed` finds the other ranks by. Each rank sees only its own GPU: its local rank is 0."""
+def _place(sites: Sequence[Site], rank: int, timeout: float) -> Place:
+    """Where a rank stands. Each sees only its own GPU: that is device 0 for it."""
+    address = sites[0].address
+    near = sum(site.address == sites[rank].address for site in sites)
+    return Place(rank, len(sites), address, sites[0].port, local_rank=0, local_ranks=near, timeout=timeout)
+
+
+def _meeting(place: Place) -> dict[str, str]:
+    """What `torch.distributed` finds the other ranks by, for workers that read it from their environment."""
     return {
         "MASTER_ADDR": place.address,
         "MASTER_PORT": str(place.port),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": "0",
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.ranks),
+        "LOCAL_RANK": str(place.local_rank),
     }

@@ -20,7 +20,8 @@ from ray.exceptions import RayActorError
 
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
-from workers.messages import Answer, Call
+from workers.dispatch import RankAnswer, merge
+from workers.messages import Call
 from workers.ray.gang import Gang, GangOptions
 from workers.spec import WorkerSpec
 
@@ -115,11 +116,11 @@ class RayWorkerGroup:
         self._progress = "looking for a place on the cluster"
         await life.loop.run_in_executor(life.sender, life.gang.create)
         self._progress = "starting the worker process"
-        places = await self._ranks(life, life.gang.places)
-        life.pids = [place.pid for place in places]
+        sites = await self._ranks(life, life.gang.sites)
+        life.pids = [site.pid for site in sites]
         reports = asyncio.create_task(self._follow_progress(life))
         try:
-            found = await self._ranks(life, partial(life.gang.load, places[0]))
+            found = await self._ranks(life, partial(life.gang.load, sites))
         finally:
             reports.cancel()
         for info in found:
@@ -157,7 +158,7 @@ class RayWorkerGroup:
         life = self._living()
         call = Call(next(self._call_ids), method, args, kwargs)
         answers = await self._ranks(life, partial(life.gang.send, self._for_ranks(call)))
-        return _merged(answers)
+        return merge([RankAnswer(answer.value, answer.error) for answer in answers])
 
     async def ping(self, timeout: float) -> bool:  # noqa: ASYNC109 (the protocol's name)
         """See `WorkerGroup.ping`."""
@@ -258,11 +259,3 @@ class RayWorkerGroup:
         for outcome in life.pending:
             if not outcome.done():
                 outcome.set_exception(error)
-
-
-def _merged(answers: list[Answer]) -> Any:
-    """The one value, or the first error, of what the ranks answered."""
-    for answer in answers:
-        if answer.error is not None:
-            raise answer.error
-    return answers[0].value

@@ -28,7 +28,7 @@ _log = logging.getLogger("tinsmith.worker")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Site:
     """Where a rank runs: its process id, its node's address, and a port that was free there a moment ago."""
 
     pid: int
@@ -50,12 +50,12 @@ class RankActor:
         self._progress: str | None = None
 
     # -- one after the other ---------------------------------------------------------------------------------------
-    def place(self) -> Place:
+    def site(self) -> Site:
         """Where this rank runs, for the others to meet it there."""
         address: str = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
             probe.bind(("", 0))
-            return Place(os.getpid(), address, probe.getsockname()[1])
+            return Site(os.getpid(), address, probe.getsockname()[1])
 
     def load(self, spec: WorkerSpec, environment: dict[str, str]) -> BaseModelInfo | TinsmithError:
         """Build the worker; `environment` is what the ranks find each other by. An error is returned as itself, for
