@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
@@ -132,10 +132,12 @@ class RayWorkerGroup:
         return found
 
     async def _follow_progress(self, life: _Life) -> None:
-        while True:
-            text = await asyncio.wrap_future(await life.loop.run_in_executor(life.sender, life.gang.progress))
-            self._progress = text or self._progress
-            await asyncio.sleep(_PROGRESS_SECONDS)
+        with suppress(RayError):  # of the end of rank 0 its loading tells
+            while True:
+                asked = await life.loop.run_in_executor(life.sender, life.gang.progress)
+                # Shielded, for Ray cannot answer a future that was cancelled.
+                self._progress = await asyncio.shield(asyncio.wrap_future(asked)) or self._progress
+                await asyncio.sleep(_PROGRESS_SECONDS)
 
     async def stop(self) -> None:
         """End all ranks: they get `stop_grace` seconds to finish a call. Pending calls raise `WorkerDied`."""
@@ -150,6 +152,8 @@ class RayWorkerGroup:
         done, _ = await asyncio.wait({ended}, timeout=grace + _LONGEST_END)
         if not done:
             _log.error("the cluster does not answer: ranks of base model %s may still run", self._spec.model)
+        elif ended.exception() is not None:
+            _log.error("ranks of base model %s may still run", self._spec.model, exc_info=ended.exception())
         life.sender.shutdown(wait=False)
 
     # -- calls -----------------------------------------------------------------------------------------------------
