@@ -17,9 +17,9 @@ import pytest
 import ray
 
 from schemas.errors import InvalidRequest, TinsmithError, Unavailable, WorkerDied
-from schemas.operations import Datum, OptimStep, OptimStepParams, TrainBatch
+from schemas.operations import Datum, LoraSpec, OptimStep, OptimStepParams, TrainBatch
 from tests.support.tiny_model import make_tiny_model
-from tests.workers.group_contract import SPEC, GroupContract
+from tests.workers.group_contract import SPEC, GroupContract, batch
 from tests.workers.harness import process_exists, running, until, value
 from tests.workers.runtime_contract import RuntimeContract
 from tests.workers.test_recovery import MemoryLog, Recorder
@@ -49,19 +49,20 @@ def test_what_a_rank_takes_of_a_cluster() -> None:
 
 # -- one start of a cluster in the ordinary suite ----------------------------------------------------------------------
 @pytest.mark.usefixtures("ray_cluster")
-async def test_two_ranks_meet_and_one_killed_in_a_call_ends_both() -> None:
-    group, deaths = RayWorkerGroup(GANG, start_timeout=60, options=SMALL), list[TinsmithError]()
+async def test_two_ranks_run_calls_and_one_killed_in_a_call_ends_both() -> None:
+    group, deaths = RayWorkerGroup(replace(SPEC, ranks=2), start_timeout=120, options=SMALL), list[TinsmithError]()
     group.on_death(deaths.append)
     try:
         await group.start()
-        assert await group.call("add_ranks") == 3.0
         pids = group.pids
         assert len(set(pids)) == 2
-        call = asyncio.ensure_future(group.call("add_ranks", 30.0))
+        assert await group.call("create_adapter", "a", LoraSpec(8, seed=1)) == 1
+        assert (await group.call("forward_backward", batch())).metrics["loss:sum"] == -5.0
+        call = asyncio.ensure_future(group.call("forward_backward", batch(sleep=30.0)))
         await asyncio.sleep(0.2)
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="rank 1 of base model 'gang' ended unexpectedly"):
-            await asyncio.wait_for(call, 5)
+        with pytest.raises(WorkerDied, match="rank 1 of base model 'toy' ended unexpectedly"):
+            await asyncio.wait_for(call, 10)
         assert len(deaths) == 1
         await until(lambda: not any(process_exists(pid) for pid in pids))
     finally:
@@ -95,7 +96,7 @@ class TestRuntimeOnRay(RuntimeContract):
 
 @pytest.fixture
 async def gang(ray_cluster: None) -> AsyncIterator[RayWorkerGroup]:
-    group = RayWorkerGroup(replace(GANG, threads=3), start_timeout=60, stop_grace=1, options=SMALL)
+    group = RayWorkerGroup(replace(GANG, threads=3), start_timeout=120, stop_grace=1, options=SMALL)
     await group.start()
     yield group
     await group.stop()
@@ -117,6 +118,19 @@ async def test_environment_order_and_sharing_on_two_ranks(gang: RayWorkerGroup) 
     heard = await asyncio.gather(*(gang.call("hear", str(i), np.zeros(size)) for i, size in enumerate(sizes)))
     assert heard[-1] == [f"{i}:{size}" for i, size in enumerate(sizes)]
     assert [len(one) for one in heard] == list(range(1, len(sizes) + 1))
+
+
+@pytest.mark.exhaustive
+async def test_a_rank_killed_beside_a_collective_ends_the_gang(gang: RayWorkerGroup) -> None:
+    assert await gang.call("add_ranks") == 3.0
+    pids = gang.pids
+    call = asyncio.ensure_future(gang.call("add_ranks", 60.0))
+    await asyncio.sleep(0.2)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="rank 1 of base model 'gang' ended unexpectedly"):
+        await asyncio.wait_for(call, 10)
+    await until(lambda: not any(process_exists(pid) for pid in pids))
+    assert not await gang.ping(1)
 
 
 @pytest.mark.exhaustive
@@ -168,7 +182,7 @@ async def test_ranks_may_have_an_interpreter_of_their_own(tmp_path: Path) -> Non
     python.write_text(f'#!/bin/sh\nTINSMITH_TEST_PYTHON=own exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     options = replace(SMALL, python=str(python))
-    group = RayWorkerGroup(replace(GANG, ranks=1), start_timeout=60, stop_grace=1, options=options)
+    group = RayWorkerGroup(replace(GANG, ranks=1), start_timeout=120, stop_grace=1, options=options)
     try:
         await group.start()
         assert await group.call("environments", ["TINSMITH_TEST_PYTHON"]) == [{"TINSMITH_TEST_PYTHON": "own"}]
