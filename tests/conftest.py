@@ -1,5 +1,5 @@
 """How the tests are shared by processes (`pytest -n 2 --dist loadgroup`): files stay whole, and so do the folders whose
-tests share one server, unless a test names a group of its own."""
+tests share one server, or one cluster, unless a test names a group of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent
-TOGETHER = {"docs", "e2e"}
+TOGETHER = {"docs", "e2e", "ray"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

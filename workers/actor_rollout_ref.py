@@ -13,16 +13,14 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from engines.base import BaseEngine
 from engines.sampling.base import SamplingEngine
-from schemas.fail_points import fail_point
 from schemas.operations import (
     BaseModelInfo,
     LoraSpec,
-    SampleTurn,
-    SampleTurnResult,
     TrainBatch,
     TrainResult,
 )
 from workers.dispatch import Dispatch, register
+from workers.rollout import RolloutWorker
 from workers.training import TrainingWorker
 
 REF_ADAPTER_ID = "ref:base"
@@ -46,7 +44,7 @@ def by_actor(
     return forward
 
 
-class ActorRolloutRefWorker:
+class ActorRolloutRefWorker(RolloutWorker):
     """Parts are built from `actor_worker_cls` and `ref_worker_cls`, both on the same engine, plus a sampling engine.
 
     The ref scores the base model through a fresh adapter of its own, made at the first use: its B is zero, so it adds
@@ -59,8 +57,7 @@ class ActorRolloutRefWorker:
     def __init__(self, engine: BaseEngine, rollout: SamplingEngine, info: BaseModelInfo) -> None:
         self.actor = self.actor_worker_cls(engine)
         self.ref = self.ref_worker_cls(engine)
-        self.rollout = rollout
-        self.info = info
+        super().__init__(rollout, info)
         self._has_ref_adapter = False
 
     # -- actor ---------------------------------------------------------------------------------------------------
@@ -93,10 +90,3 @@ class ActorRolloutRefWorker:
             train_mlp=family == "mlp",
             train_unembed=family == "unembed",
         )
-
-    # -- rollout -------------------------------------------------------------------------------------------------
-    @register(Dispatch.ONE_TO_ALL)
-    def sample_turn(self, turn: SampleTurn) -> SampleTurnResult:
-        """One turn of the sampling engine; requests that are not done go on with the next one."""
-        fail_point("sample.turn")
-        return self.rollout.turn(turn)

@@ -30,14 +30,14 @@ def check_sampler(spec: WorkerSpec) -> None:
 
 
 def build_sampler(
-    spec: WorkerSpec, engine: TorchEngine, folder: Path, info: BaseModelInfo, tokenizer: Any, aside_folder: Path
+    spec: WorkerSpec, engine: TorchEngine, folder: Path, info: BaseModelInfo, tokenizer: Any, aside_folder: Path | None
 ) -> SamplingEngine:
     """The sampler that the specification names, ready. Raises `Unavailable` if it cannot start.
 
     Args:
         engine: the trainer, on whose copy of the weights sampler `torch` runs.
         folder: of the base model, for samplers with a copy of their own.
-        aside_folder: where sampler `torch` puts requests aside.
+        aside_folder: where sampler `torch` puts requests aside; None = a temporary folder of its own.
 
     A sampler with weights of its own runs beside rank 0 only; the other ranks get one that does nothing.
     """

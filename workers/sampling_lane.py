@@ -7,7 +7,6 @@ worker took along. Not responsible for the order of waiting samples (`workers/sa
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,8 +19,8 @@ from schemas.operations import (
     SamplerLoad,
     SampleTurn,
     SampleTurnResult,
-    TopK,
 )
+from workers.reruns import seeded, unheard
 from workers.sample_line import SampleLine
 from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
@@ -243,17 +242,11 @@ class SamplingLane:
         progress = entry.ticket.progress
         if progress is None:
             return
-        before = running.drawn.get(delta.index, 0)
-        after = running.drawn[delta.index] = before + len(delta.tokens)
-        known = entry.told.get(delta.index, 0) - before
-        if known >= len(delta.tokens):
+        new = unheard(entry.told, running.drawn, delta)
+        if new is None:
             return
-        entry.told[delta.index] = after
-        if known > 0:
-            topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
-            delta = SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
         try:
-            progress(delta)
+            progress(new)
         except Exception:
             _log.exception("the progress of request %s cannot be told", entry.ticket.request_id)
 
@@ -300,13 +293,8 @@ def _alone(entry: Entry) -> bool:
 
 
 def _prepared(entry: Entry, sample: Sample) -> Sample:
-    """The sample as the worker gets it.
-
-    One without a seed gets the same one whenever it runs, for a stream goes on where it was when the worker died.
-    """
-    ticket, params = entry.ticket, sample.params
-    if params.seed is None:
-        params = replace(
-            params, seed=int.from_bytes(hashlib.sha256(ticket.request_id.encode()).digest()[:8], "big") >> 1
-        )
-    return replace(sample, params=params, stream=ticket.progress is not None, cache_domain=ticket.project_id)
+    """The sample as the worker gets it."""
+    ticket = entry.ticket
+    return replace(
+        seeded(sample, ticket.request_id), stream=ticket.progress is not None, cache_domain=ticket.project_id
+    )

@@ -64,6 +64,9 @@ async def _give(operation: Operation) -> Operation:
 class Recorder(Client):
     """A client that also keeps the log."""
 
+    patience = 20.0
+    """Seconds that an operation may take."""
+
     def __init__(self, client: Client, log: MemoryLog) -> None:
         super().__init__(client.runtime)
         self.log = log
@@ -76,7 +79,7 @@ class Recorder(Client):
     async def run(self, operation: Operation, model_id: str, seq_id: int) -> object:
         """Run an operation and log it."""
         outcome = self.submit(operation, model_id, seq_id)
-        result = await asyncio.wait_for(asyncio.shield(outcome), 20)
+        result = await asyncio.wait_for(asyncio.shield(outcome), self.patience)
         failed = isinstance(result, NonFiniteGradient)
         is_step = isinstance(operation, OptimStep)
         changes = isinstance(operation, OptimStep | ZeroGrad) or (

@@ -1,0 +1,131 @@
+"""A sampling replica: one copy of a base model that only samples, behind Ray Serve.
+
+Inside it is a runtime as on one machine (`workers/runtime.py`): samples join the running batch between two turns,
+projects share it fairly, and a worker process that dies is started again. Not responsible for which replica a sample
+goes to (Serve), nor for what happens when the replica itself dies (`workers/ray/sampler_client.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from ray import serve
+
+from schemas.errors import TinsmithError, Unavailable
+from schemas.operations import Operation, OperationResult, Sample, SampleDelta, SampleResult
+from workers.local import LocalWorkerGroup
+from workers.runtime import Load, ModelRuntime
+from workers.spec import WorkerSpec
+from workers.tickets import Ticket
+
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample on its way to a replica. `request_id` is new for every attempt; `stream`: tell tokens as they come."""
+
+    request_id: str
+    project_id: str
+    sample: Sample
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The sample begins to run on a replica, or begins again there."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The worker of this replica cannot be brought back: the sample is to run on another one."""
+
+
+Item = Begun | SampleDelta | SampleResult | TinsmithError | GivenBack
+"""What a replica tells of a sample; one of the last three ends it."""
+
+
+class SamplerReplica:
+    """The deployment's class; Serve makes as many as there is work for.
+
+    Args:
+        spec: what the worker process loads; its builder makes a worker that samples.
+        start_timeout: seconds that loading the base model may take.
+        turn_timeout: seconds after which a turn counts as hung; None = no limit.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, spec: WorkerSpec, start_timeout: float, turn_timeout: float | None
+    ) -> None:
+        self._runtime = ModelRuntime(
+            spec.model,
+            LocalWorkerGroup(spec, start_timeout=start_timeout),
+            max_sample_rows=spec.max_sample_rows,
+            turn_timeout=turn_timeout,
+            on_models_lost=_no_models,
+        )
+        self._replica: str = serve.get_replica_context().replica_id.unique_id
+        # The engine keeps adapters by itself. This says to Serve which ones, so that it sends their samples here.
+        self._note_adapter = serve.multiplexed(max_num_models_per_replica=spec.max_loaded_adapters)(_adapter)
+        await self._runtime.start()
+        while self._runtime.state == "starting":  # noqa: ASYNC110 (nothing tells of the end of a start)
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.check_health()
+
+    def check_health(self) -> None:
+        """For Serve, which replaces a replica that raises here: its worker cannot be brought back."""
+        if self._runtime.state == "failed":
+            raise self._runtime.failure or Unavailable("the sampler has failed")
+
+    def load(self) -> Load:
+        """What this replica has to do now."""
+        return self._runtime.load()
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[Item]:
+        """Draw a sample. When the caller is gone, or cancels, decoding stops before the next turn."""
+        adapter = serve.get_multiplexed_model_id()
+        if adapter:
+            await self._note_adapter(adapter)
+        items: asyncio.Queue[Item] = asyncio.Queue()
+
+        async def load() -> Operation:
+            return request.sample
+
+        async def done(outcome: OperationResult | TinsmithError) -> None:
+            assert isinstance(outcome, SampleResult | TinsmithError)
+            items.put_nowait(outcome)
+
+        ticket = Ticket(
+            request.request_id,
+            request.project_id,
+            None,
+            None,
+            load,
+            done,
+            started=lambda: items.put_nowait(Begun(self._replica)),
+            progress=items.put_nowait if request.stream else None,
+        )
+        self._runtime.submit(ticket)
+        try:
+            while True:
+                item = await items.get()
+                if isinstance(item, Unavailable) and self._runtime.state == "failed":
+                    item = GivenBack()
+                yield item
+                if isinstance(item, SampleResult | TinsmithError | GivenBack):
+                    return
+        finally:
+            self._runtime.cancel(request.request_id)
+
+
+async def _adapter(adapter: str) -> str:
+    """The engine loads it with the first sample; there is nothing to do before."""
+    return adapter
+
+
+async def _no_models(lost: Sequence[str]) -> None:
+    """A sampler has no training runs to lose."""
