@@ -20,11 +20,10 @@ from schemas.operations import (
     SamplerLoad,
     SampleTurn,
     SampleTurnResult,
-    TopK,
 )
 from workers.sample_line import SampleLine
 from workers.throughput import ThroughputMeter
-from workers.tickets import Desk, Entry
+from workers.tickets import Desk, Entry, tail
 from workers.training_lane import MAX_RERUNS
 from workers.turn_runner import WorkerCall
 
@@ -97,7 +96,7 @@ class SamplingLane:
         self._ahead.pop(entry, None)
         if not self._line.discard(entry) and self._drop(entry.ticket.request_id) is not None:
             self._cancelled[entry.ticket.request_id] = None
-        self._desk.finish(entry, Gone("the sample was cancelled", code="cancelled"))
+        self._desk.finish(entry, cancelled())
 
     def waiting(self, project_id: str) -> int:
         """How many samples of a project wait here; those that the worker has do not count."""
@@ -232,11 +231,8 @@ class SamplingLane:
         if known >= len(delta.tokens):
             return
         entry.told[delta.index] = after
-        if known > 0:
-            topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
-            delta = SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
         try:
-            progress(delta)
+            progress(tail(delta, known))
         except Exception:
             _log.exception("the progress of request %s cannot be told", entry.ticket.request_id)
 
@@ -293,3 +289,8 @@ def _prepared(entry: Entry, sample: Sample) -> Sample:
             params, seed=int.from_bytes(hashlib.sha256(ticket.request_id.encode()).digest()[:8], "big") >> 1
         )
     return replace(sample, params=params, stream=ticket.progress is not None, cache_domain=ticket.project_id)
+
+
+def cancelled() -> Gone:
+    """The outcome of a sample that nobody wants any more."""
+    return Gone("the sample was cancelled", code="cancelled")

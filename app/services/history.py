@@ -84,7 +84,7 @@ class ModelHistory:
             creation=self._reader(run, creation.request_id),
         )
 
-    def new_snapshot_path(self) -> str:
+    async def new_snapshot_path(self) -> str:
         """See `History.new_snapshot_path`."""
         return str(self._files.new_path())
 
