@@ -226,14 +226,14 @@ class RemoteRuntime:
     async def _run(self) -> None:
         try:
             await self._link.open()
-            for attempt in itertools.count():
-                listened = await self._listen()
+            failures = 0
+            while True:
+                failures = 0 if await self._listen() else failures + 1
                 self._detach()
                 error = await self._link.lost()
                 if error is not None:
                     raise error
-                pause = 0 if listened else min(attempt, len(PAUSES) - 1)
-                await asyncio.sleep(PAUSES[pause])
+                await asyncio.sleep(PAUSES[min(failures, len(PAUSES) - 1)])
         except TinsmithError as error:
             self._fail(error)
         except Exception as error:
@@ -254,7 +254,8 @@ class RemoteRuntime:
                     else:
                         self._take_events(message)
         except LinkBroken as error:
-            _log.warning("the connection to %s broke: %s", self.name, error)
+            if not self._stopping:
+                _log.warning("the connection to %s broke: %s", self.name, error)
         return welcomed
 
     def _welcome(self, welcome: Welcome) -> None:

@@ -58,7 +58,9 @@ class Questions:
         try:
             return await self._answer(question)
         except Exception as error:
-            raise to_tinsmith_error(error, f"answering {type(question).__name__}") from None
+            reading = isinstance(question, OperationOf | PastOperationOf)
+            doing = "reading the request back" if reading else f"answering {type(question).__name__}"
+            raise to_tinsmith_error(error, doing) from None
 
     async def _answer(self, question: Any) -> Any:
         match question:

@@ -239,6 +239,7 @@ class RuntimeServer:
         async def done(outcome: OperationResult | TinsmithError) -> None:
             edge.requests.pop(request_id, None)
             edge.told.pop(request_id, None)
+            self._watcher.tell_status(self._edges.values())  # what a client sees after a result is no older than it
             with suppress(EdgeGone):
                 await edge.ask(Settle(request_id, outcome))
 

@@ -43,7 +43,7 @@ class Watcher:
         """Wait a moment, then tell what is new."""
         await asyncio.sleep(STATE_SECONDS)
         self._looks += 1
-        self._tell_status(edges)
+        self.tell_status(edges)
         if self._looks % REASON_LOOKS:
             return
         numbers = self._read_numbers()
@@ -55,7 +55,8 @@ class Watcher:
             for edge in edges:
                 self._tell_reasons(edge)
 
-    def _tell_status(self, edges: Collection[Attachment]) -> None:
+    def tell_status(self, edges: Collection[Attachment]) -> None:
+        """The state, if it has changed."""
         if self._runtime.state != self._status.state:
             self._since = self._clock()
         status = self._read_status()

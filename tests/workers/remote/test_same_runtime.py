@@ -1,7 +1,7 @@
 """The tests of the runtime and of recovery, on a runtime that is on the other side of a link.
 
 Left out: tests that look at the state of the queue at the very moment that they submit, which a far server has not seen
-then, and those that start worker processes.
+then, or at the very calls of the worker, and those that start worker processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from tests.workers.test_runtime import (  # noqa: F401 (as above)
     test_a_failed_operation_does_not_poison_later_ones,
     test_any_arrival_order_gives_the_in_order_result,
     test_cancelling_while_the_request_is_read_back_does_not_disturb_the_runtime,
-    test_every_operation_reaches_its_worker_method,
     test_models_and_projects_take_turns,
     test_of_one_model_at_most_one_operation_is_loaded_ahead,
     test_training_cannot_be_cancelled,
