@@ -1,0 +1,115 @@
+"""The Ray cluster that the server uses: one that is there, or one of its own on this machine.
+
+Responsible for connecting, for starting what is not there, and for ending what was started. Not responsible for what
+runs on it. Everything here blocks: for a thread. Imports Ray only when it is needed, for it is an extra.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import Unavailable
+
+_log = logging.getLogger("tinsmith.ray")
+
+LOCAL = "local"
+"""The address that stands for a cluster of the server's own."""
+OBJECT_STORE_BYTES = 256 << 20
+"""Nothing large goes through the store: bodies of requests, one at a time."""
+CONNECT_SECONDS = 30
+
+
+class Cluster:
+    """A connection of this process to a Ray cluster, with Ray Serve running there. Made by `connect`."""
+
+    def __init__(self, address: str, folder: Path | None) -> None:
+        self.address = address
+        self._folder = folder
+
+    @property
+    def own(self) -> bool:
+        """Whether the cluster was started here, and ends with this process."""
+        return self._folder is not None
+
+    @classmethod
+    def connect(cls, address: str) -> Cluster:
+        """Connect to `address`, host:port; or, if it is "local", start a cluster on this machine for this process.
+
+        A cluster of our own listens on the loopback address alone, has no dashboard, and lets in who has the token in
+        `~/.ray/auth_token` (Ray makes one; `RAY_AUTH_MODE=disabled` would turn that off, which we do not do).
+
+        Raises `Unavailable`: Ray is not installed, does not start, or nothing answers at the address.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise Unavailable("Ray is not installed", hint="install the extra: pip install 'tinsmith[ray]'")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        import ray
+
+        # Sockets lie in this folder, and the length of their paths is limited to about 100 characters.
+        folder = Path(tempfile.mkdtemp(prefix="tinsmith-ray-")) if address == LOCAL else None
+        cluster = cls(address, folder)
+        try:
+            if folder is None:
+                ray.init(address=address, **_quiet())
+            else:
+                ray.init(
+                    address=LOCAL,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    **_quiet(),
+                )
+            _start_serve()
+        except Exception as error:
+            _log.debug("connecting to Ray failed", exc_info=True)
+            cluster.close()
+            raise _explained(address, error) from error
+        return cluster
+
+    def close(self) -> None:
+        """Leave the cluster; one of our own ends. Never raises."""
+        import ray
+
+        try:
+            if self.own and ray.is_initialized():
+                from ray import serve
+
+                serve.shutdown()
+        except Exception:
+            _log.warning("Ray Serve did not end as it should", exc_info=True)
+        try:
+            ray.shutdown()
+        except Exception:
+            _log.warning("Ray did not end as it should", exc_info=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": "warning", "configure_logging": False, "namespace": "tinsmith"}
+
+
+def _start_serve() -> None:
+    """Serve without HTTP: requests come through the edge, and no port is opened. Leaves one that runs as it is."""
+    from ray import serve
+
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING", "enable_access_log": False})
+
+
+def _explained(address: str, error: Exception) -> Unavailable:
+    text = str(error).strip().splitlines()
+    reason = text[0][:300] if text else type(error).__name__
+    if address == LOCAL:
+        return Unavailable(f"Ray cannot be started on this machine: {reason}")
+    return Unavailable(
+        f"no Ray cluster can be used at {address}: {reason}",
+        hint="start one with `ray start --head`, and let this machine have its token (RAY_AUTH_TOKEN_PATH)",
+    )
