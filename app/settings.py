@@ -105,6 +105,13 @@ class Settings(BaseSettings):
         "tokenizer). Repeat the option for several; in the file a list of strings or of tables "
         "{name, path, tokenizer_id}.",
     )
+    ray: str | None = Field(
+        None,
+        pattern=r"^(local|[^:/\s]+:\d+)$",
+        description="Run each base model on a Ray cluster, as a deployment of Ray Serve: HOST:PORT of a cluster, or "
+        "`local` to start one on this machine (which `--ray` alone means too). Needs the extra `ray`, and a data folder "
+        "that every node sees under the same path. Unset: worker processes of this server. See docs/cluster.md.",
+    )
     engine: Literal["torch"] = Field("torch", description="Library that computes.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -395,8 +402,13 @@ def load_settings(
 def check_folders(settings: Settings) -> None:
     """Raise `SettingsError` for a base model whose folder is missing: a worker would find out only after it started."""
     for model in settings.base_model:
-        if model.path is not None and model.path.startswith(_LOCAL) and not Path(model.source or "").is_dir():
-            raise SettingsError(f"base_model {model.name}: there is no folder {model.path!r}")
+        missing_folder(model)
+
+
+def missing_folder(model: BaseModelSource) -> None:
+    """Raise `SettingsError` if a base model has a folder that is not there."""
+    if model.path is not None and model.path.startswith(_LOCAL) and not Path(model.source or "").is_dir():
+        raise SettingsError(f"base_model {model.name}: there is no folder {model.path!r}")
 
 
 def _read_file(file: Path) -> dict[str, Any]:

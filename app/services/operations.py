@@ -28,7 +28,8 @@ from store.database import Store
 from store.records import Body, BodyRef, NewOperation, OperationRecord
 from store.snapshots import CHANGING
 from store.usage import TokenKind, add_tokens
-from workers.runtime import ModelRuntime, QueueState, Ticket
+from workers.runtime_protocol import Runtime
+from workers.tickets import QueueState, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Submission:
     seq_id: int | None
     digest: str
     body: bytes
-    runtime: ModelRuntime
+    runtime: Runtime
     model_id: str | None
     guard: Rows
     finish: Callable[[OperationResult], Finished]
@@ -114,7 +115,7 @@ class Operations:
         self._new_id = new_id
         self._clock = clock
         self._wake = wake
-        self._live: dict[str, tuple[ModelRuntime, str]] = {}
+        self._live: dict[str, tuple[Runtime, str]] = {}
         """Operations that a runtime has: request id -> (runtime, scope)."""
         self._started: dict[str, datetime] = {}
         """When operations that a runtime has began to run, the last time if it had to begin again."""
@@ -265,7 +266,7 @@ class Operations:
             if scope.startswith(prefix):
                 runtime.cancel(request_id)
 
-    async def refuse(self, project_id: str, runtime: ModelRuntime, model_id: str, scope: str, seq_id: int) -> None:
+    async def refuse(self, project_id: str, runtime: Runtime, model_id: str, scope: str, seq_id: int) -> None:
         """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
         now = self._clock()
         await self._store.write(lambda db: log.record_refusal(db, project_id, scope, seq_id, now))
@@ -382,7 +383,7 @@ class Operations:
 
 def resumed(
     record: OperationRecord,
-    runtime: ModelRuntime,
+    runtime: Runtime,
     model_id: str | None,
     finish: Callable[[OperationResult], Finished],
     **more: Any,
