@@ -14,10 +14,14 @@ from app.services.catalog import Served
 from app.settings import BaseModelSource, SettingsError, missing_folder
 from schemas.errors import InvalidRequest
 from schemas.requests import AddBaseModelRequest
-from schemas.responses import AdminModel, AdminModelsResponse
+from schemas.responses import AdminModel, AdminModelsResponse, ErrorResponse
 from store.added_models import AddedModel
 
-router = APIRouter(prefix="/admin", tags=["admin"])
+router = APIRouter(
+    prefix="/admin",
+    tags=["admin"],
+    responses={403: {"model": ErrorResponse, "description": "The key is not the operator's."}},
+)
 
 
 @router.get("/models", operation_id="list_base_models", response_model_exclude_none=True)

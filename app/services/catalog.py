@@ -116,14 +116,14 @@ class Catalog:
                         raise Unavailable(
                             f"base model {name!r} cannot be served: {failure.message}",
                             hint=failure.hint,
-                            code="base_model_failed",
+                            code="base_model_unavailable",
                         )
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             raise Unavailable(
                 f"base model {name!r} was not ready within {self._start_timeout:g} s "
                 f"(at the end: {runtime.progress or runtime.state})",
-                code="base_model_failed",
+                code="base_model_unavailable",
             ) from None
 
     async def _remove(self, name: str, force: bool) -> None:

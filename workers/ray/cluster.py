@@ -22,7 +22,7 @@ LOCAL = "local"
 """The address that stands for a cluster of the server's own."""
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large goes through the store: bodies of requests, one at a time."""
-CONNECT_SECONDS = 30
+AUTH_MODE = "RAY_AUTH_MODE"
 
 
 class Cluster:
@@ -41,15 +41,20 @@ class Cluster:
     def connect(cls, address: str) -> Cluster:
         """Connect to `address`, host:port; or, if it is "local", start a cluster on this machine for this process.
 
-        A cluster of our own listens on the loopback address alone, has no dashboard, and lets in who has the token in
-        `~/.ray/auth_token` (Ray makes one; `RAY_AUTH_MODE=disabled` would turn that off, which we do not do).
+        A cluster of our own has no dashboard. Ray's own ports listen on every address, whatever it is told, and let in
+        who has the token in `~/.ray/auth_token`, which Ray makes: without that check we start none.
 
         Raises `Unavailable`: Ray is not installed, does not start, or nothing answers at the address.
         """
         if importlib.util.find_spec("ray") is None:
             raise Unavailable("Ray is not installed", hint="install the extra: pip install 'tinsmith[ray]'")
+        if address == LOCAL and os.environ.setdefault(AUTH_MODE, "token") != "token":
+            raise Unavailable(
+                f"a Ray cluster is not started without token authentication ({AUTH_MODE} is "
+                f"{os.environ[AUTH_MODE]!r}): whoever reached its ports could run programs here",
+                hint=f"unset {AUTH_MODE}, or start the cluster yourself and give its address",
+            )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
         import ray
 
         # Sockets lie in this folder, and the length of their paths is limited to about 100 characters.
