@@ -107,10 +107,11 @@ class Settings(BaseSettings):
     )
     ray: str | None = Field(
         None,
-        pattern=r"^(local|[^:/\s]+:\d+)$",
+        pattern=r"^(auto|local|[^:/\s]+:\d+)$",
         description="Run each base model on a Ray cluster, as a deployment of Ray Serve: HOST:PORT of a cluster, or "
-        "`local` to start one on this machine (which `--ray` alone means too). Needs the extra `ray`, and a data "
-        "folder that every node sees under the same path. Unset: worker processes of this server; docs/cluster.md.",
+        "`local` to start one on this machine (which `--ray` alone means too); `auto` where the edge is a deployment "
+        "itself. Needs the extra `ray`, and a data folder that every node sees under the same path. Unset: worker "
+        "processes of this server. See docs/cluster.md.",
     )
     engine: Literal["torch"] = Field("torch", description="Library that computes.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -20,6 +20,8 @@ _log = logging.getLogger("tinsmith.ray")
 
 LOCAL = "local"
 """The address that stands for a cluster of the server's own."""
+INSIDE = "auto"
+"""The address that stands for the cluster that this process is part of."""
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large goes through the store: bodies of requests, one at a time."""
 AUTH_MODE = "RAY_AUTH_MODE"
@@ -28,9 +30,11 @@ AUTH_MODE = "RAY_AUTH_MODE"
 class Cluster:
     """A connection of this process to a Ray cluster, with Ray Serve running there. Made by `connect`."""
 
-    def __init__(self, address: str, folder: Path | None) -> None:
+    def __init__(self, address: str, folder: Path | None, *, joined: bool = True) -> None:
         self.address = address
         self._folder = folder
+        self._joined = joined
+        """Whether the connection was made here, and not by whoever started this process."""
 
     @property
     def own(self) -> bool:
@@ -39,7 +43,8 @@ class Cluster:
 
     @classmethod
     def connect(cls, address: str) -> Cluster:
-        """Connect to `address`, host:port; or, if it is "local", start a cluster on this machine for this process.
+        """Connect to `address`, host:port; or, if it is "local", start a cluster on this machine for this process. With
+        "auto" this process is part of a cluster already, and stays so.
 
         A cluster of our own has no dashboard. Ray's own ports listen on every address, whatever it is told, and let in
         who has the token in `~/.ray/auth_token`, which Ray makes: without that check we start none.
@@ -57,6 +62,8 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
+        if address == INSIDE:
+            return cls(address, None, joined=False)
         # Sockets lie in this folder, and the length of their paths is limited to about 100 characters.
         folder = Path(tempfile.mkdtemp(prefix="tinsmith-ray-")) if address == LOCAL else None
         cluster = cls(address, folder)
@@ -81,6 +88,8 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the cluster; one of our own ends. Never raises."""
+        if not self._joined:
+            return
         import ray
 
         try:
