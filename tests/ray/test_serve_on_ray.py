@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 from tinker import types
 
+from tests.fault import harness
 from tests.fault.harness import MODEL, Service, sdk, serving, train
 from tests.ray.serve_cluster import RayProcesses, ray_processes
-from tests.support.server import TINSMITH, environment
+from tests.support.server import TINSMITH, environment, wait_until_ready
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 STEPS = 10
+START_SECONDS = 400.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,18 @@ class Outcome:
     files: dict[str, bytes]
     drawn: list[list[int]]
     logprobs: list[list[float]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    """On a busy machine Ray, Serve, a replica and its worker may take minutes to start, one after the other."""
+
+    def wait(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
+        wait_until_ready(url, process, log, max(seconds, START_SECONDS))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "wait_until_ready", wait)
+        yield
 
 
 @pytest.fixture(scope="module")
