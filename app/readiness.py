@@ -36,13 +36,12 @@ class Readiness:
         async with self._lock:
             if self._answer is not None and self._answer[0] > self._clock():
                 return self._answer[1]
-            names = list(self._runtimes)
-            distinct = list({id(runtime): runtime for runtime in self._runtimes.values()}.values())
+            served = dict(self._runtimes)  # one may be added or removed meanwhile
+            distinct = list({id(runtime): runtime for runtime in served.values()}.values())
             found = await asyncio.gather(*(_probe(runtime) for runtime in distinct))
             by_runtime = {id(runtime): answer for runtime, answer in zip(distinct, found, strict=True)}
             models = []
-            for name in names:
-                runtime = self._runtimes[name]
+            for name, runtime in served.items():
                 answers, detail = by_runtime[id(runtime)]
                 state = runtime.state if answers or runtime.state != "ready" else "restarting"
                 models.append(ModelReadiness(model_name=name, state=state, detail=detail))
