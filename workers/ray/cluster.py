@@ -115,6 +115,7 @@ def _start_serve() -> None:
     """Serve without HTTP: requests come through the edge, and no port is opened. Leaves one that runs as it is."""
     from ray import serve
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it does is told in our own words
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING", "enable_access_log": False})
 
 
