@@ -110,7 +110,7 @@ def ray_processes(*, cpus: int = 2) -> Iterator[RayProcesses]:
         everything = cluster._all()
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
