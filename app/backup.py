@@ -30,8 +30,9 @@ from store.read_only import (
     unreadable,
 )
 
-SECRETS = ("pepper", "dev_key", "url_secret", "token_secret")
-"""Keys of the server, without which API keys and addresses in the database mean nothing."""
+SECRETS = ("pepper", "dev_key", "url_secret", "token_secret", "base_models.json")
+"""Keys of the server, without which API keys and addresses in the database mean nothing; and which base models were
+added."""
 PLACES = ("snapshots", "checkpoints", "bodies")
 """Folders of files that rows name."""
 ATTEMPTS = 20

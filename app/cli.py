@@ -19,11 +19,14 @@ from typing import Annotated, Any, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
+from app import models_cli
 from app.settings import Settings, SettingsError, check_folders, load_settings
 from app.settings_docs import default_text, kind_text, option_name
 
 FAILED = 1
+LOCAL_RAY = "local"
 USAGE = 2
 
 app = typer.Typer(
@@ -101,7 +104,25 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@app.command()
+class _Serve(TyperCommand):
+    """`serve`, whose option --ray may stand without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click."""
+        return super().parse_args(ctx, with_local_ray(args))
+
+
+def with_local_ray(args: list[str]) -> list[str]:
+    """The arguments, with the value "local" behind each --ray that has none."""
+    given: list[str] = []
+    for argument, following in zip(args, [*args[1:], "--"], strict=True):
+        given.append(argument)
+        if argument == "--ray" and following.startswith("-"):
+            given.append(LOCAL_RAY)
+    return given
+
+
+@app.command(cls=_Serve)
 @_with_settings
 def serve(*, config: Path | None = None, **values: Any) -> None:
     """Start the server and keep it in the foreground; Ctrl-C stops it, a second Ctrl-C at once.
@@ -246,6 +267,9 @@ def tokenizer(
     except (OSError, ValueError) as error:
         raise fail(str(error)) from None
     typer.echo(f"installed {installed}")
+
+
+app.add_typer(models_cli.app, name="models")
 
 
 @app.command()

@@ -15,6 +15,7 @@ from app.presence import Presence
 from app.readiness import Readiness
 from app.services import Services
 from app.settings import Settings
+from schemas.errors import Forbidden
 from store.database import Store
 
 
@@ -53,7 +54,21 @@ def _lifecycle(request: Request) -> Lifecycle:
     return cast(Lifecycle, request.app.state.lifecycle)
 
 
+def _admin(request: Request) -> Principal:
+    """The operator: whoever has the development key, which only the server's user can read. Everybody else is refused,
+    and everybody if there is no such key."""
+    principal = _principal(request)
+    admin_key_id = getattr(request.app.state, "admin_key_id", None)
+    if admin_key_id is None or principal.key_id != admin_key_id:
+        raise Forbidden(
+            "only the operator may administer the server",
+            hint="use the development key, in the file dev_key of the data folder",
+        )
+    return principal
+
+
 PrincipalDep = Annotated[Principal, Depends(_principal)]
+AdminDep = Annotated[Principal, Depends(_admin)]
 AuthenticatorDep = Annotated[Authenticator, Depends(_authenticator)]
 ServicesDep = Annotated[Services, Depends(_services)]
 SettingsDep = Annotated[Settings, Depends(_settings)]

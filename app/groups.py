@@ -19,28 +19,32 @@ def local_groups(settings: Settings) -> GroupFactory:
     """A factory of groups that are not started yet, one for each base model."""
 
     def make(name: str, source: str | None) -> WorkerGroup:
-        spec = WorkerSpec(
-            model=name,
-            source=source,
-            data_dir=str(settings.data_dir),
-            engine=settings.engine,
-            dtype=settings.dtype,
-            device=settings.device,
-            threads=compute_threads(settings.threads, settings.ranks, os.environ),
-            ranks=settings.ranks,
-            rank_timeout=settings.rank_timeout,
-            sample_logprobs=settings.sample_logprobs,
-            max_sample_rows=settings.max_sample_rows,
-            max_sample_tokens=settings.max_sample_tokens,
-            sampler=settings.sampler,
-            sampler_python=None if settings.sampler_python is None else str(settings.sampler_python.expanduser()),
-            sampler_memory_gib=settings.sampler_memory_gib,
-            sampler_max_rank=settings.sampler_max_rank,
-            batch_invariant=settings.batch_invariant,
-            micro_batch_tokens=settings.micro_batch_tokens,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            adapter_memory_gib=settings.adapter_memory_gib,
-        )
-        return LocalWorkerGroup(spec, start_timeout=settings.worker_start_timeout)
+        return LocalWorkerGroup(worker_spec(settings, name, source), start_timeout=settings.worker_start_timeout)
 
     return make
+
+
+def worker_spec(settings: Settings, name: str, source: str | None) -> WorkerSpec:
+    """What the ranks of a base model load, and how."""
+    return WorkerSpec(
+        model=name,
+        source=source,
+        data_dir=str(settings.data_dir),
+        engine=settings.engine,
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=compute_threads(settings.threads, settings.ranks, os.environ),
+        ranks=settings.ranks,
+        rank_timeout=settings.rank_timeout,
+        sample_logprobs=settings.sample_logprobs,
+        max_sample_rows=settings.max_sample_rows,
+        max_sample_tokens=settings.max_sample_tokens,
+        sampler=settings.sampler,
+        sampler_python=None if settings.sampler_python is None else str(settings.sampler_python.expanduser()),
+        sampler_memory_gib=settings.sampler_memory_gib,
+        sampler_max_rank=settings.sampler_max_rank,
+        batch_invariant=settings.batch_invariant,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        adapter_memory_gib=settings.adapter_memory_gib,
+    )

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI
 
 from app import errors, openapi
 from app.auth import Authenticator, AuthMiddleware
+from app.cluster import connect, on_cluster
 from app.error_shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
 from app.groups import local_groups
 from app.lifecycle import Lifecycle
@@ -18,6 +19,7 @@ from app.presence import Presence
 from app.readiness import Readiness
 from app.routes import (
     account,
+    admin,
     anthropic,
     audit,
     billing,
@@ -39,11 +41,12 @@ from app.routes import (
     training,
     weights,
 )
-from app.services import GroupFactory, build_services
+from app.services import GroupFactory, RuntimePlaces, build_services
 from app.settings import Settings
 from schemas.errors import Unavailable
 from store.database import Store
 from store.dev_key import ensure_dev_key
+from store.keys import authenticate
 
 API = "/api/v1"
 RESOURCES: tuple[APIRouter, ...] = (
@@ -64,6 +67,7 @@ RESOURCES: tuple[APIRouter, ...] = (
     exports.router,  # before the routes of checkpoints, whose ids hold slashes
     checkpoints.router,
     audit.router,
+    admin.router,
     billing.router,
 )
 
@@ -142,8 +146,15 @@ async def _open(
     store = await Store.open(settings.data_dir)
     closing.push_async_callback(store.close)
     app.state.store = store
-    app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
-    services = build_services(settings, store, groups)
+    app.state.dev_key = dev_key = await ensure_dev_key(store, settings.data_dir)
+    admin_key = await store.read(lambda db: authenticate(db, dev_key))
+    app.state.admin_key_id = None if admin_key is None else admin_key.key_id
+    places: RuntimePlaces | None = None
+    if settings.ray is not None:
+        _, leave = await connect(settings.ray)
+        closing.push_async_callback(leave)
+        places = on_cluster(settings)
+    services = build_services(settings, store, groups, places=places)
     lifecycle.on_drain(services.stop)
     closing.push_async_callback(lifecycle.drain)
     await services.start()

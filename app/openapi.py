@@ -67,6 +67,7 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "session_heartbeat": requests.SessionHeartbeatRequest,
     "search_sessions": requests.SessionSearchRequest,
     "set_session_project": requests.SetSessionProjectRequest,
+    "add_base_model": requests.AddBaseModelRequest,
     "auth_token": requests.AuthTokenRequest,
     "finish_session": requests.FinishSessionRequest,
     "telemetry": requests.TelemetryRequest,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from schemas.responses import ModelReadiness, ReadyResponse
-from workers.runtime import ModelRuntime
+from workers.runtime_protocol import Runtime
 
 PROBE_SECONDS = 2.0
 TRUST_SECONDS = 1.0
@@ -25,7 +25,7 @@ class Readiness:
         clock: monotonic seconds.
     """
 
-    def __init__(self, runtimes: Mapping[str, ModelRuntime], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, runtimes: Mapping[str, Runtime], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._runtimes = runtimes
         self._clock = clock
         self._lock = asyncio.Lock()
@@ -36,13 +36,12 @@ class Readiness:
         async with self._lock:
             if self._answer is not None and self._answer[0] > self._clock():
                 return self._answer[1]
-            names = list(self._runtimes)
-            distinct = list({id(runtime): runtime for runtime in self._runtimes.values()}.values())
+            served = dict(self._runtimes)  # one may be added or removed meanwhile
+            distinct = list({id(runtime): runtime for runtime in served.values()}.values())
             found = await asyncio.gather(*(_probe(runtime) for runtime in distinct))
             by_runtime = {id(runtime): answer for runtime, answer in zip(distinct, found, strict=True)}
             models = []
-            for name in names:
-                runtime = self._runtimes[name]
+            for name, runtime in served.items():
                 answers, detail = by_runtime[id(runtime)]
                 state = runtime.state if answers or runtime.state != "ready" else "restarting"
                 models.append(ModelReadiness(model_name=name, state=state, detail=detail))
@@ -52,7 +51,7 @@ class Readiness:
             return answer
 
 
-async def _probe(runtime: ModelRuntime) -> tuple[bool, str | None]:
+async def _probe(runtime: Runtime) -> tuple[bool, str | None]:
     if runtime.state != "ready":
         return False, describe(runtime)
     if await runtime.probe(PROBE_SECONDS):
@@ -60,7 +59,7 @@ async def _probe(runtime: ModelRuntime) -> tuple[bool, str | None]:
     return False, f"the worker did not answer within {PROBE_SECONDS:g} s"
 
 
-def describe(runtime: ModelRuntime) -> str | None:
+def describe(runtime: Runtime) -> str | None:
     """In words, why a runtime is not ready; None if it is."""
     if runtime.state == "ready":
         return None

@@ -144,6 +144,14 @@ class Settings(BaseSettings):
         description="Seconds that a rank waits for the others before all of them are ended and started again. It must "
         "be longer than the slowest pass.",
     )
+    ray: str | None = Field(
+        None,
+        pattern=r"^(auto|local|[^:/\s]+:\d+)$",
+        description="Run each base model on a Ray cluster, as a deployment of Ray Serve: HOST:PORT of a cluster, or "
+        "`local` to start one on this machine (which `--ray` alone means too); `auto` where the edge is a deployment "
+        "itself. Needs the extra `ray`, and a data folder that every node sees under the same path. Unset: worker "
+        "processes of this server. See docs/cluster.md.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Type of the frozen base weights; everything else is float32. auto: bfloat16 on CPUs with AMX "
@@ -452,8 +460,13 @@ def load_settings(
 def check_folders(settings: Settings) -> None:
     """Raise `SettingsError` for a base model whose folder is missing: a worker would find out only after it started."""
     for model in settings.base_model:
-        if model.path is not None and model.path.startswith(_LOCAL) and not Path(model.source or "").is_dir():
-            raise SettingsError(f"base_model {model.name}: there is no folder {model.path!r}")
+        missing_folder(model)
+
+
+def missing_folder(model: BaseModelSource) -> None:
+    """Raise `SettingsError` if a base model has a folder that is not there."""
+    if model.path is not None and model.path.startswith(_LOCAL) and not Path(model.source or "").is_dir():
+        raise SettingsError(f"base_model {model.name}: there is no folder {model.path!r}")
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class InvalidToken(Unauthenticated):
     default_code = "invalid_token"
 
 
+class Forbidden(TinsmithError):
+    """The key is good, but not for this: administration of the server (403)."""
+
+    status, category, default_code = 403, "user", "forbidden"
+
+
 class NotFound(TinsmithError):
     """The object does not exist, or belongs to another project: the two are indistinguishable (404)."""
 

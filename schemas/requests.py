@@ -1,6 +1,7 @@
 """Every request body of the HTTP API in one place; each is defined beside its result in `schemas/http`."""
 
 from schemas.http.account import AuthTokenRequest
+from schemas.http.admin import AddBaseModelRequest
 from schemas.http.base import RequestModel
 from schemas.http.custom_losses import CreateCustomLossRequest
 from schemas.http.futures import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
@@ -45,6 +46,7 @@ from schemas.http.weights import (
 __all__ = [
     "AdamOptimizerParams",
     "AdamParams",
+    "AddBaseModelRequest",
     "AuthTokenRequest",
     "CancelFutureRequest",
     "ClientConfigRequest",

@@ -7,6 +7,7 @@ from schemas.http.account import (
     ApiKeyUser,
     AuthTokenResponse,
 )
+from schemas.http.admin import AdminModel, AdminModelsResponse
 from schemas.http.audit import AuditLogEntry, AuditLogResponse
 from schemas.http.base import ResponseModel
 from schemas.http.billing import (
@@ -89,6 +90,8 @@ from schemas.http.weights import (
 
 __all__ = [
     "ActiveStatus",
+    "AdminModel",
+    "AdminModelsResponse",
     "ApiKeyDetails",
     "ApiKeyOrganization",
     "ApiKeyResponse",

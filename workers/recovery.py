@@ -81,8 +81,8 @@ class History(Protocol):
         """Everything needed to bring a model back. Raises `ModelLost`, or `Unavailable` (ask again later)."""
         ...
 
-    def new_snapshot_path(self) -> str:
-        """Where the next snapshot goes; nothing is there."""
+    async def new_snapshot_path(self) -> str:
+        """Where the next snapshot goes; nothing is there. Raises `Unavailable` (ask again later)."""
         ...
 
     async def keep_snapshot(self, model_id: str, applied_seq: int, path: str, saved: SavedSnapshot) -> bool:

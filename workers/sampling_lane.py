@@ -102,7 +102,7 @@ class SamplingLane:
         self._ahead.pop(entry, None)
         if not self._line.discard(entry) and self._drop(entry.ticket.request_id) is not None:
             self._cancelled[entry.ticket.request_id] = None
-        self._desk.finish(entry, Gone("the sample was cancelled", code="cancelled"))
+        self._desk.finish(entry, cancelled())
 
     def waiting(self, project_id: str) -> int:
         """How many samples of a project wait here; those that the worker has do not count."""
@@ -298,3 +298,8 @@ def _prepared(entry: Entry, sample: Sample) -> Sample:
     return replace(
         seeded(sample, ticket.request_id), stream=ticket.progress is not None, cache_domain=ticket.project_id
     )
+
+
+def cancelled() -> Gone:
+    """The outcome of a sample that nobody wants any more."""
+    return Gone("the sample was cancelled", code="cancelled")

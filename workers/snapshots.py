@@ -139,9 +139,16 @@ class Snapshots:
             await asyncio.gather(self._writing.record, return_exceptions=True)
 
     async def _begin(self, model_id: str) -> None:
-        before = self._models[model_id]
+        try:
+            path = await self._history.new_snapshot_path()
+        except TinsmithError as error:
+            _log.warning("no snapshot of model %s: %s", model_id, error.message)
+            self._not_before = self._clock() + _AFTER_FAILURE
+            return
+        before = self._models.get(model_id)
+        if before is None:  # it was closed meanwhile
+            return
         self._models[model_id] = _Model(before.applied_seq)
-        path = self._history.new_snapshot_path()
         self._writing = _Writing(model_id, path, before, self._clock())
         try:
             await self._call("begin_snapshot", model_id, path)

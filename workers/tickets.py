@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from schemas.errors import TinsmithError
-from schemas.operations import Operation, OperationResult, SampleDelta
+from schemas.operations import Operation, OperationResult, SampleDelta, TopK
 from workers.faults import to_tinsmith_error
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -34,6 +34,7 @@ class Ticket:
         undo: removes what a run that was cut off may have left on disk; awaited before it runs again.
         deaths: how often a server was killed while it executed this, in a row.
         left_over: whether an earlier server accepted it.
+        begun: whether it may have begun before, in another process, so that `undo` is awaited at its first run too.
         progress: takes new tokens of a sample as they are drawn: each token once, also when the sample has to begin
             again, and all of them before `done`. Must not block. None = nobody listens.
     """
@@ -49,6 +50,7 @@ class Ticket:
     changes: bool = True
     size: int = 0
     undo: Callable[[], Awaitable[None]] | None = None
+    begun: bool = False
     progress: Callable[[SampleDelta], None] | None = None
     deaths: int = 0
     left_over: bool = False
@@ -112,6 +114,14 @@ class Entry:
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.add_done_callback(_observe)
+
+
+def tail(delta: SampleDelta, known: int) -> SampleDelta:
+    """New tokens of a sample without the first `known` of them, which were told before."""
+    if known <= 0:
+        return delta
+    topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
+    return SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
 
 
 def _observe(loading: asyncio.Future[Operation]) -> None:

@@ -400,7 +400,7 @@ class TrainingLane:
         try:
             await self._turns.forget_dropped()
             operation = await entry.load()
-            if entry.attempts and entry.ticket.undo is not None:
+            if (entry.attempts or entry.ticket.begun) and entry.ticket.undo is not None:
                 await entry.ticket.undo()
             outcome: OperationResult | TinsmithError = await self._execute(entry, operation)
         except WorkerDied:

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from app.dependencies import ServicesDep
 from schemas.operations import MemoryEstimate
 from schemas.responses import MemoryNeeds, ModelThroughput, ThroughputResponse, WorkWaiting
-from workers.runtime import ModelRuntime
+from workers.runtime_protocol import Runtime
 
 router = APIRouter(tags=["server"])
 
@@ -24,7 +24,7 @@ async def get_throughput(services: ServicesDep) -> ThroughputResponse:
     return ThroughputResponse(models=[_shown(name, one) for name, one in services.models.runtimes.items()])
 
 
-def _shown(name: str, runtime: ModelRuntime) -> ModelThroughput:
+def _shown(name: str, runtime: Runtime) -> ModelThroughput:
     done, load, info = runtime.throughput(), runtime.load(), runtime.info
     return ModelThroughput(
         model_name=name,

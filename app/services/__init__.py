@@ -16,6 +16,7 @@ from typing import Protocol
 
 from app.services.audit import Audit
 from app.services.base_models import BaseModels
+from app.services.catalog import Catalog
 from app.services.checkpoints import Checkpoints
 from app.services.completions import Completions
 from app.services.copies import Copies
@@ -40,6 +41,7 @@ from app.services.traces import Traces
 from app.services.training import Training
 from app.services.usage import Usage
 from app.services.weights import Weights
+from store.added_models import read_added
 from store.artifact_place import open_artifacts
 from store.artifacts import ArtifactStore
 from store.bodies import Bodies
@@ -47,12 +49,19 @@ from store.database import Store
 from store.snapshot_files import SnapshotFiles
 from store.under_way import UnderWayFile
 from workers.group import WorkerGroup
-from workers.runtime import ModelRuntime
+from workers.recovery import History
+from workers.runtime_options import RuntimeOptions
+from workers.runtime_protocol import Runtime
 from workers.snapshots import SnapshotPolicy
 from workers.under_way import Mark, UnderWay
 
 GroupFactory = Callable[[str, str | None], WorkerGroup]
 """(served name, source) -> a group that is not started. source None = the built-in default model."""
+Lost = Callable[[Sequence[str]], Awaitable[None]]
+RuntimePlaces = Callable[[str, str | None, History, Lost], Runtime]
+"""(served name, source, log and snapshots, whom to tell which models are lost) -> a runtime that is not started."""
+DEPLOY_ALLOWANCE = 180.0
+"""Seconds that the way to a base model may take before its worker begins to load it, on a cluster."""
 
 
 class ServiceSettings(Protocol):
@@ -130,6 +139,10 @@ class ServiceSettings(Protocol):
     def sweep_interval(self) -> float: ...
     @property
     def token_lifetime(self) -> float: ...
+    @property
+    def worker_start_timeout(self) -> float: ...
+    @property
+    def shutdown_grace(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,7 @@ class Services:
     store: Store
     artifacts: ArtifactStore
     models: BaseModels
+    catalog: Catalog
     operations: Operations
     futures: Futures
     completions: Completions
@@ -191,11 +205,30 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+def runtime_options(settings: ServiceSettings) -> RuntimeOptions:
+    """How every runtime works."""
+    return RuntimeOptions(
+        gap_timeout=settings.gap_timeout,
+        max_adapters=settings.max_adapters,
+        max_sample_rows=settings.max_sample_rows,
+        decode_slice=settings.decode_slice,
+        turn_timeout=settings.turn_timeout or None,
+        restart_limit=settings.restart_limit,
+        snapshots=SnapshotPolicy(
+            operations=settings.snapshot_operations,
+            seconds=settings.snapshot_seconds,
+            size_bytes=settings.snapshot_mib << 20,
+            share=settings.snapshot_share,
+        ),
+    )
+
+
 def build_services(
     settings: ServiceSettings,
     store: Store,
     group_factory: GroupFactory,
     *,
+    places: RuntimePlaces | None = None,
     clock: Callable[[], datetime] = utc_now,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
@@ -204,6 +237,7 @@ def build_services(
 
     Args:
         group_factory: makes the worker group of one base model.
+        places: makes the runtime of one base model, if it is not in this process; then there are no groups here.
         clock: the time, aware UTC.
         new_id: makes request ids of at least 128 random bits.
         draw_seed: makes seeds, 0 to 2^63 - 1, for adapters whose client gave none.
@@ -245,30 +279,20 @@ def build_services(
     async def models_lost(model_ids: Sequence[str]) -> None:
         await runs.mark_lost(model_ids)
 
-    def make_runtime(
-        name: str, source: str | None, on_models_lost: Callable[[Sequence[str]], Awaitable[None]]
-    ) -> ModelRuntime:
-        return ModelRuntime(
-            name,
-            group_factory(name, source),
-            gap_timeout=settings.gap_timeout,
-            max_adapters=settings.max_adapters,
-            max_sample_rows=settings.max_sample_rows,
-            decode_slice=settings.decode_slice,
-            turn_timeout=settings.turn_timeout or None,
-            restart_limit=settings.restart_limit,
-            on_models_lost=on_models_lost,
-            history=history,
-            snapshots=SnapshotPolicy(
-                operations=settings.snapshot_operations,
-                seconds=settings.snapshot_seconds,
-                size_bytes=settings.snapshot_mib << 20,
-                share=settings.snapshot_share,
-            ),
-            under_way=under_way,
+    def make_runtime(name: str, source: str | None, on_models_lost: Lost) -> Runtime:
+        if places is not None:
+            return places(name, source, history, on_models_lost)
+        group = group_factory(name, source)
+        return runtime_options(settings).make(
+            name, group, history=history, on_models_lost=on_models_lost, under_way=under_way
         )
 
-    models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
+    sources, tokenizers = dict(settings.base_models), dict(settings.tokenizers)
+    for added in read_added(settings.data_dir):
+        sources.setdefault(added.name, added.source)
+        if added.tokenizer_id is not None:
+            tokenizers.setdefault(added.name, added.tokenizer_id)
+    models = BaseModels(sources, tokenizers, settings.data_dir, make_runtime, models_lost)
     runs = Runs(store, models, operations, clock)
     checkpoints = Checkpoints(store, artifacts, clock)
     stability = Stability(store, settings.stability_retention, clock)
@@ -340,6 +364,14 @@ def build_services(
         store=store,
         artifacts=artifacts,
         models=models,
+        catalog=Catalog(
+            store,
+            models,
+            runs,
+            settings.data_dir,
+            start_timeout=settings.worker_start_timeout + DEPLOY_ALLOWANCE,
+            grace=settings.shutdown_grace,
+        ),
         operations=operations,
         futures=futures,
         completions=completions,

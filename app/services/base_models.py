@@ -10,14 +10,25 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from engines.base_models import built_in_folder, describe, prepare
 from schemas.errors import InvalidRequest, Unavailable
-from workers.runtime import ModelRuntime
+from workers.runtime_protocol import Runtime
 
-RuntimeFactory = Callable[[str, str | None, Callable[[Sequence[str]], Awaitable[None]]], ModelRuntime]
+RuntimeFactory = Callable[[str, str | None, Callable[[Sequence[str]], Awaitable[None]]], Runtime]
 """(served name, source, on_models_lost) -> a runtime that is not started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A name that is no longer served. `last_name`: nothing else is served by its runtime."""
+
+    runtime: Runtime
+    last_name: bool
+    restore: Callable[[], None]
+    """Serve it again."""
 
 
 class BaseModels:
@@ -42,13 +53,11 @@ class BaseModels:
         self._sources = dict(sources)
         self._tokenizers = dict(tokenizers)
         self._data_dir = data_dir
-        by_source: dict[str | None, ModelRuntime] = {}
-        self._runtimes: dict[str, ModelRuntime] = {}
+        self._make_runtime = make_runtime
+        self._on_models_lost = on_models_lost
+        self._runtimes: dict[str, Runtime] = {}
         for name, source in self._sources.items():
-            if source not in by_source:
-                by_source[source] = make_runtime(name, source, on_models_lost)
-            self._runtimes[name] = by_source[source]
-        self._distinct = list(by_source.values())
+            self._runtimes[name] = self.prepare(name, source)
 
     @property
     def names(self) -> list[str]:
@@ -56,11 +65,38 @@ class BaseModels:
         return list(self._sources)
 
     @property
-    def runtimes(self) -> Mapping[str, ModelRuntime]:
+    def runtimes(self) -> Mapping[str, Runtime]:
         """Served name -> runtime; names of one source map to the same object."""
         return self._runtimes
 
-    def runtime(self, name: str, *, field: str = "base_model") -> ModelRuntime:
+    def prepare(self, name: str, source: str | None) -> Runtime:
+        """The runtime for a name that is to be served: that of another name with the same source, which may run, or a
+        new one, which is not started."""
+        shared = self._sharing(source)
+        return shared if shared is not None else self._make_runtime(name, source, self._on_models_lost)
+
+    def has_source(self, source: str | None) -> bool:
+        """Whether a served name has this source."""
+        return self._sharing(source) is not None
+
+    def add(self, name: str, source: str | None, runtime: Runtime, tokenizer_id: str | None = None) -> None:
+        """Serve another name with a runtime that `prepare` gave and that was started."""
+        self._sources[name] = source
+        self._runtimes[name] = runtime
+        if tokenizer_id is not None:
+            self._tokenizers[name] = tokenizer_id
+
+    def remove(self, name: str) -> Removed:
+        """Serve a name no longer. Its runtime goes on; the caller stops it, if no other name needs it."""
+        source, tokenizer_id = self._sources.pop(name), self._tokenizers.pop(name, None)
+        runtime = self._runtimes.pop(name)
+        return Removed(
+            runtime,
+            last_name=not self.has_source(source),
+            restore=lambda: self.add(name, source, runtime, tokenizer_id),
+        )
+
+    def runtime(self, name: str, *, field: str = "base_model") -> Runtime:
         """The runtime that serves `name`. Raises `InvalidRequest` on `field` for a name that is not served."""
         runtime = self._runtimes.get(name)
         if runtime is None:
@@ -110,14 +146,20 @@ class BaseModels:
         """The local folder of a model that does not come from the hub."""
         return built_in_folder(self._data_dir) if source is None else Path(source).resolve()
 
+    def _sharing(self, source: str | None) -> Runtime | None:
+        return next((runtime for name, runtime in self._runtimes.items() if self._sources[name] == source), None)
+
+    def _distinct(self) -> list[Runtime]:
+        return list({id(runtime): runtime for runtime in self._runtimes.values()}.values())
+
     async def start(self) -> None:
         """Begin loading every base model; returns at once."""
-        for runtime in self._distinct:
+        for runtime in self._distinct():
             await runtime.start()
 
     async def stop(self, grace: float) -> None:
         """Drain every runtime, all within the same `grace` seconds."""
-        await asyncio.gather(*(runtime.stop(grace) for runtime in self._distinct))
+        await asyncio.gather(*(runtime.stop(grace) for runtime in self._distinct()))
 
 
 def _is_loopback(host: str | None) -> bool:

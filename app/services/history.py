@@ -109,7 +109,7 @@ class ModelHistory:
             except TinsmithError as error:
                 logger.warning("a checkpoint of model %s cannot be had: %s", run.model_id, error.message)
 
-    def new_snapshot_path(self) -> str:
+    async def new_snapshot_path(self) -> str:
         """See `History.new_snapshot_path`."""
         return str(self._files.new_path())
 

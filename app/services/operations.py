@@ -29,7 +29,8 @@ from store.database import Store
 from store.records import Body, BodyRef, NewOperation, OperationRecord
 from store.snapshots import CHANGING
 from store.usage import TokenKind, add_tokens
-from workers.runtime import ModelRuntime, QueueState, Ticket
+from workers.runtime_protocol import Runtime
+from workers.tickets import QueueState, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Submission:
     seq_id: int | None
     digest: str
     body: bytes
-    runtime: ModelRuntime
+    runtime: Runtime
     model_id: str | None
     guard: Rows
     finish: Callable[[OperationResult], Finished]
@@ -99,7 +100,7 @@ class Submission:
 class _Live:
     """An operation that a runtime has, or whose outcome is being recorded."""
 
-    runtime: ModelRuntime
+    runtime: Runtime
     scope: str
     reads: str | None
     writes: str | None
@@ -301,7 +302,7 @@ class Operations:
             if live.scope.startswith(prefix):
                 live.runtime.cancel(request_id)
 
-    async def refuse(self, project_id: str, runtime: ModelRuntime, model_id: str, scope: str, seq_id: int) -> None:
+    async def refuse(self, project_id: str, runtime: Runtime, model_id: str, scope: str, seq_id: int) -> None:
         """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
         now = self._clock()
         await self._store.write(lambda db: log.record_refusal(db, project_id, scope, seq_id, now))
@@ -425,7 +426,7 @@ class Operations:
 
 def resumed(
     record: OperationRecord,
-    runtime: ModelRuntime,
+    runtime: Runtime,
     model_id: str | None,
     finish: Callable[[OperationResult], Finished],
     **more: Any,

@@ -20,7 +20,7 @@ from schemas.operations import OptimizerType
 from store import checkpoints, runs, samplers, sessions, slots
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
-from workers.runtime import ModelRuntime
+from workers.runtime_protocol import Runtime
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Runs:
             raise NotFound(f"no model {model_id[:200]!r}", field=field)
         return run
 
-    def runtime(self, run: RunRecord) -> ModelRuntime:
+    def runtime(self, run: RunRecord) -> Runtime:
         """The runtime that holds the run. Raises `ModelLost` if its base model is not served any more."""
         runtime = self._models.runtimes.get(run.base_model)
         if runtime is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from schemas.errors import TooManyRequests
-from workers.runtime import ModelRuntime
+from workers.runtime_protocol import Runtime
 
 
 class SampleRoom:
@@ -22,7 +22,7 @@ class SampleRoom:
         """Samples that are being accepted, by base model and project."""
 
     @contextmanager
-    def place(self, project_id: str, runtime: ModelRuntime) -> Iterator[None]:
+    def place(self, project_id: str, runtime: Runtime) -> Iterator[None]:
         """A place for a sample while it is accepted; afterwards it waits in the runtime, or does not wait any more.
 
         Raises:

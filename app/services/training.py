@@ -50,7 +50,7 @@ from store import runs as run_rows
 from store import sessions
 from store.database import Store
 from store.records import OperationRecord, RunRecord, RunState
-from workers.runtime import ModelRuntime
+from workers.runtime_protocol import Runtime
 
 DECODERS = 1
 """Training batches that are decoded at once. Decoding holds the interpreter most of the time: more of it at once would
@@ -276,7 +276,7 @@ def _unloaded(model_id: str) -> Callable[[OperationResult], Finished]:
     return lambda _: json_result("unload_model", UnloadModelResult(model_id=model_id), state_rows(model_id, "closed"))
 
 
-def _closing(runtime: ModelRuntime, model_id: str) -> Callable[[], None]:
+def _closing(runtime: Runtime, model_id: str) -> Callable[[], None]:
     return lambda: runtime.close_model(model_id)
 
 

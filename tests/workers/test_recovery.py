@@ -43,7 +43,7 @@ class MemoryLog:
         done = tuple(self.operations.get(model_id, []))
         return Past("p", kept, done, self.collected, partial(_give, self.creations[model_id]))
 
-    def new_snapshot_path(self) -> str:
+    async def new_snapshot_path(self) -> str:
         return str(self.folder / f"{sum(map(len, self.snapshots.values()))}.{len(list(self.folder.iterdir()))}")
 
     async def keep_snapshot(self, model_id: str, applied_seq: int, path: str, saved: SavedSnapshot) -> bool:

@@ -1,0 +1,45 @@
+"""The base models that were added while the server ran: a small file in the data folder, so that they come back.
+
+Not responsible for serving them, nor for those of the settings.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from store.files import read_private, replace_private
+
+FILE = "base_models.json"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AddedModel:
+    """A base model: its name, where its files are (a folder or a hub id; None = the built-in default), and the
+    tokenizer id to report, if one was given."""
+
+    name: str
+    source: str | None
+    tokenizer_id: str | None = None
+
+
+def read_added(data_dir: Path) -> list[AddedModel]:
+    """What was added, in that order. A file that cannot be understood is reported in the log and left alone."""
+    data = read_private(data_dir / FILE)
+    if data is None:
+        return []
+    try:
+        return [AddedModel(**entry) for entry in json.loads(data)]
+    except (ValueError, TypeError):
+        _log.exception("%s cannot be read: base models that were added are not served", FILE)
+        return []
+
+
+def write_added(data_dir: Path, models: list[AddedModel]) -> None:
+    """Replace the file. Raises `OSError`."""
+    text = json.dumps([asdict(model) for model in models], indent=2)
+    replace_private(data_dir / FILE, f"{text}\n".encode())
