@@ -98,6 +98,20 @@ class Settings(BaseSettings):
         description="Folder of everything that survives a restart: database, request bodies, checkpoints, development "
         "key. Created if it is missing.",
     )
+    database_url: str | None = Field(
+        None,
+        description="Database of everything that is a row. Unset: SQLite, in the data folder. "
+        "postgresql+asyncpg://USER@HOST/DATABASE: PostgreSQL, which several servers may share (docs/postgres.md); a "
+        "password is better given in the environment variable, or in a file that PGPASSFILE names.",
+    )
+    edge_lease: float = Field(
+        15.0,
+        ge=2,
+        le=600,
+        allow_inf_nan=False,
+        description="Seconds without a sign of life after which other servers on the same PostgreSQL database take "
+        "over what a server was doing.",
+    )
     base_model: Annotated[tuple[BaseModelSource, ...], NoDecode] = Field(
         (BaseModelSource(name=DEFAULT_BASE_MODEL),),
         min_length=1,

@@ -19,6 +19,7 @@ from sqlalchemy.orm import aliased
 
 from schemas.errors import SeqIdConflict, TinsmithError
 from store.error_codec import error_from_json, error_to_json
+from store.holding import held_alone, in_turn
 from store.records import Body, BodyRef, NewOperation, OperationRecord, OperationState
 from store.snapshots import needed_for_replay
 from store.tables import Operation
@@ -38,7 +39,8 @@ async def append(db: AsyncSession, new: NewOperation) -> tuple[OperationRecord, 
     """
     known = None
     if new.seq_id is not None:
-        known = await db.scalar(select(Operation).where(Operation.scope == new.scope, Operation.seq_id == new.seq_id))
+        under_key = select(Operation).where(Operation.scope == new.scope, Operation.seq_id == new.seq_id)
+        known = await db.scalar(held_alone(db, under_key))
     if known is not None and known.state != _REFUSED:
         if (known.project_id, known.kind, known.digest) != (new.project_id, new.kind, new.digest):
             raise SeqIdConflict(
@@ -93,7 +95,11 @@ async def record_refusal(db: AsyncSession, project_id: str, scope: str, seq_id: 
 
 
 async def highest_seq(db: AsyncSession, scope: str) -> int | None:
-    """The highest `seq_id` that was used in a scope, refused ones included; None if none was."""
+    """The highest `seq_id` that was used in a scope, refused ones included; None if none was.
+
+    Within a write the number after it is the caller's, who uses it before anybody else gets one.
+    """
+    await in_turn(db, f"number {scope}")
     return await db.scalar(select(func.max(Operation.seq_id)).where(Operation.scope == scope))
 
 
@@ -210,9 +216,14 @@ async def _settle(
     db: AsyncSession, request_id: str, state: OperationState, now: datetime, outcome: dict[str, Any]
 ) -> bool:
     pending = (Operation.request_id == request_id, Operation.state == "pending")
+    # Whoever reads a place has all places before it: the next one is given when the one before is committed.
+    scope = await db.scalar(select(Operation.scope).where(*pending))
+    if scope is None:
+        return False
+    await in_turn(db, f"settle {scope}")
     before = aliased(Operation)
     last = select(func.coalesce(func.max(before.settled_seq), 0)).where(before.scope == Operation.scope)
-    place = last.scalar_subquery() + 1  # one writer: whoever reads a place has all places before it
+    place = last.scalar_subquery() + 1
     change = update(Operation).where(*pending).values(state=state, finished_at=now, settled_seq=place, **outcome)
     settled = await db.scalars(change.returning(Operation.request_id))
     return settled.one_or_none() is not None

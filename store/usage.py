@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Literal, cast
 
 from sqlalchemy import func, or_, select, update
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from store.records import StorageRecord, TokenUsageRecord
@@ -32,6 +32,7 @@ async def add_tokens(
 ) -> None:
     """Add tokens of each kind to the hour of `now`. Zero adds no row."""
     bucket = now.replace(minute=0, second=0, microsecond=0)
+    insert = postgresql.insert if db.get_bind().dialect.name == "postgresql" else sqlite.insert
     for kind, count in tokens.items():
         if count == 0:
             continue
@@ -44,7 +45,9 @@ async def add_tokens(
             tokens=count,
         )
         key = ("project_id", "bucket_start", "kind", "base_model", "session_id")
-        await db.execute(row.on_conflict_do_update(key, set_={"tokens": TokenUsage.tokens + row.excluded.tokens}))
+        await db.execute(
+            row.on_conflict_do_update(index_elements=key, set_={"tokens": TokenUsage.tokens + row.excluded.tokens})
+        )
 
 
 async def tokens_between(db: AsyncSession, project_id: str, start: datetime, end: datetime) -> list[TokenUsageRecord]:
