@@ -6,10 +6,12 @@ Not responsible for starting them (`workers/runtime.py`). The workers import tor
 from __future__ import annotations
 
 import os
+import socket
 
 from app.services import GroupFactory
 from app.settings import Settings
 from engines.machine import compute_threads
+from store.postgres import is_postgres
 from workers.group import WorkerGroup
 from workers.local import LocalWorkerGroup
 from workers.spec import WorkerSpec
@@ -38,7 +40,15 @@ def local_groups(settings: Settings) -> GroupFactory:
             micro_batch_tokens=settings.micro_batch_tokens,
             gradient_checkpointing=settings.gradient_checkpointing,
             adapter_memory_gib=settings.adapter_memory_gib,
+            scratch=_scratch(settings),
         )
         return LocalWorkerGroup(spec, start_timeout=settings.worker_start_timeout)
 
     return make
+
+
+def _scratch(settings: Settings) -> str:
+    """A folder of this server alone, where others share its data folder; "": it has that to itself."""
+    if not is_postgres(settings.database_url):
+        return ""
+    return str(settings.data_dir / "edges" / f"{socket.gethostname()}-{settings.port or os.getpid()}")

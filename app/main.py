@@ -139,11 +139,12 @@ async def _open(
     app: FastAPI, settings: Settings, lifecycle: Lifecycle, groups: GroupFactory, closing: AsyncExitStack
 ) -> None:
     """Open the data folder and start the services; `closing` undoes what was done."""
-    store = await Store.open(settings.data_dir)
+    store = await Store.open(settings.data_dir, settings.database_url)
     closing.push_async_callback(store.close)
     app.state.store = store
-    app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
-    services = build_services(settings, store, groups)
+    async with store.setting_up():
+        app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
+        services = build_services(settings, store, groups)
     lifecycle.on_drain(services.stop)
     closing.push_async_callback(lifecycle.drain)
     await services.start()

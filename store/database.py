@@ -12,10 +12,12 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from sqlalchemy import URL
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
@@ -109,7 +111,7 @@ class Store:
                 parsed = parse_postgres(url)
                 await asyncio.to_thread(claim_folder, data_dir, "pepper")
                 lock = FolderLock(data_dir, shared=True)
-                async with starting(parsed):
+                async with starting(parsed, migrate=True):
                     pepper = await asyncio.to_thread(load_pepper, data_dir, expected=False)
                 return cls(PostgresBackend(parsed, cls.READERS), pepper, lock)
             path = database_path(data_dir, url)
@@ -126,6 +128,23 @@ class Store:
                 what = "database" if is_postgres(url) else "data folder"
                 raise Unavailable(f"the {what} cannot be used ({_reason(error)})") from error
             raise
+
+    @property
+    def shared(self) -> URL | None:
+        """Where a database is that other servers may use too; None: this server has its database to itself."""
+        return self._backend.url if isinstance(self._backend, PostgresBackend) else None
+
+    @asynccontextmanager
+    async def setting_up(self) -> AsyncIterator[None]:
+        """One server at a time sets up what all that share the database have in common. Alone it need not wait.
+
+        Raises `Unavailable` if the database cannot be used.
+        """
+        if self.shared is None:
+            yield
+            return
+        async with starting(self.shared, migrate=False):
+            yield
 
     async def write(self, work: Work[T]) -> T:
         """Run `work` in the writer's transaction. When this returns, what it wrote is on disk.

@@ -8,7 +8,7 @@ itself stays, so that a late repeat is still recognised. Not responsible for run
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, cast
@@ -25,6 +25,8 @@ from store.snapshots import needed_for_replay
 from store.tables import Operation
 
 _REFUSED = "refused"
+_AT_ONCE = 500
+"""Ids in one statement: databases bound their number."""
 
 
 async def append(db: AsyncSession, new: NewOperation) -> tuple[OperationRecord, bool]:
@@ -169,6 +171,16 @@ async def unfinished(db: AsyncSession) -> list[OperationRecord]:
     order = (Operation.scope, Operation.seq_id, Operation.created_at)
     rows = await db.scalars(select(Operation).where(Operation.state == "pending").order_by(*order))
     return [_record(row) for row in rows]
+
+
+async def still_pending(db: AsyncSession, request_ids: Collection[str]) -> list[OperationRecord]:
+    """Those of these operations that have no outcome yet, in the order of `unfinished`."""
+    order = (Operation.scope, Operation.seq_id, Operation.created_at)
+    ids, found = list(request_ids), []
+    for start in range(0, len(ids), _AT_ONCE):
+        chosen = (Operation.state == "pending", Operation.request_id.in_(ids[start : start + _AT_ONCE]))
+        found += [_record(row) for row in await db.scalars(select(Operation).where(*chosen).order_by(*order))]
+    return found
 
 
 async def expire_results(

@@ -88,10 +88,10 @@ def _engine(url: URL, connections: int, **options: Any) -> AsyncEngine:
 
 
 @asynccontextmanager
-async def starting(url: URL) -> AsyncIterator[None]:
+async def starting(url: URL, *, migrate: bool) -> AsyncIterator[None]:
     """One server at a time gets in here: it sets up what all servers of the database share.
 
-    Brings the schema up to date first.
+    `migrate`: brings the schema up to date first.
 
     Raises:
         Unavailable: the schema is newer than this version.
@@ -103,8 +103,9 @@ async def starting(url: URL) -> AsyncIterator[None]:
             await connection.execute(text(f"SET lock_timeout = {int(STATEMENT_SECONDS * 1000)}"))
             await connection.execute(text(f"SELECT pg_advisory_lock({_STARTING})"))
             await connection.commit()
-            async with connection.begin():
-                await connection.run_sync(migrate_to_head)
+            if migrate:
+                async with connection.begin():
+                    await connection.run_sync(migrate_to_head)
             yield
             await connection.execute(text(f"SELECT pg_advisory_unlock({_STARTING})"))
     finally:

@@ -25,7 +25,7 @@ def resolve_builder(spec: WorkerSpec) -> Callable[[WorkerSpec, Progress], object
 
 def idle_folder(spec: WorkerSpec, kind: str = "adapters") -> Path:
     """Where this worker alone keeps adapters, or samples, that do not fit into memory."""
-    return Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
+    return Path(spec.scratch or spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:

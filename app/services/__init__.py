@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,9 @@ from app.services.exports import Exports
 from app.services.futures import Futures
 from app.services.history import ModelHistory
 from app.services.housekeeping import Housekeeping
+from app.services.leases import Leases
 from app.services.operations import Operations
+from app.services.ownership import Ownership
 from app.services.recovery import Recovery
 from app.services.runs import Runs
 from app.services.sampling import Sampling
@@ -41,6 +44,7 @@ from app.services.weights import Weights
 from store.artifacts import Artifacts
 from store.bodies import Bodies
 from store.database import Store
+from store.notices import Notices
 from store.snapshot_files import SnapshotFiles
 from workers.group import WorkerGroup
 from workers.runtime import ModelRuntime
@@ -112,6 +116,8 @@ class ServiceSettings(Protocol):
     @property
     def sweep_interval(self) -> float: ...
     @property
+    def edge_lease(self) -> float: ...
+    @property
     def token_lifetime(self) -> float: ...
 
 
@@ -136,6 +142,8 @@ class Services:
     copies: Copies
     housekeeping: Housekeeping
     recovery: Recovery
+    ownership: Ownership | None
+    """Of a server that shares its database with others."""
     audit: Audit
     usage: Usage
     traces: Traces
@@ -146,7 +154,10 @@ class Services:
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
-        await self.recovery.run()
+        if self.ownership is None:
+            await self.recovery.run()
+        else:
+            await self.ownership.start()
         await self.models.start()
         await self.housekeeping.start()
 
@@ -154,8 +165,12 @@ class Services:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
         self.operations.stopping()
+        if self.ownership is not None:
+            self.ownership.leaving()
         await self.models.stop(grace)
         await self.operations.retry_unsettled()
+        if self.ownership is not None:
+            await self.ownership.stop()
         # Polls are held until here: a client whose polls return at once asks hundreds of times a second.
         self.futures.wake_all()
         self.completions.close()
@@ -196,6 +211,7 @@ def build_services(
         futures.wake(request_id)
         completions.wake(scope)
 
+    leases = None if store.shared is None else Leases(store, secrets.token_hex(8))
     operations = Operations(
         store,
         bodies,
@@ -203,9 +219,10 @@ def build_services(
         new_id=new_id,
         clock=clock,
         wake=wake,
+        leases=leases,
     )
 
-    history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock)
+    history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock, leases)
 
     async def models_lost(model_ids: Sequence[str]) -> None:
         await runs.mark_lost(model_ids)
@@ -233,7 +250,7 @@ def build_services(
         )
 
     models = BaseModels(settings.base_models, settings.tokenizers, settings.data_dir, make_runtime, models_lost)
-    runs = Runs(store, models, operations, clock)
+    runs = Runs(store, models, operations, clock, leases)
     checkpoints = Checkpoints(store, artifacts, clock)
     stability = Stability(store, settings.stability_retention, clock)
     custom_losses = CustomLosses(store, new_id=new_id, clock=clock)
@@ -264,6 +281,10 @@ def build_services(
         max_waiting_samples=settings.max_waiting_samples,
         clock=clock,
     )
+
+    async def sweeps() -> bool:
+        return ownership is not None and await ownership.sweeps()
+
     housekeeping = Housekeeping(
         store=store,
         bodies=bodies,
@@ -278,6 +299,7 @@ def build_services(
         keep_delivered=settings.keep_delivered,
         keep_undelivered=settings.keep_undelivered,
         clock=clock,
+        sweeps=None if leases is None else sweeps,
     )
     recovery = Recovery(
         store=store,
@@ -291,6 +313,22 @@ def build_services(
         sampling=sampling,
         history=history,
     )
+    ownership = None
+    if leases is not None and store.shared is not None:
+        ownership = Ownership(
+            store=store,
+            leases=leases,
+            seconds=settings.edge_lease,
+            make_notices=partial(Notices, store.shared),
+            bodies=bodies,
+            artifacts=artifacts,
+            models=models,
+            operations=operations,
+            runs=runs,
+            recovery=recovery,
+            futures=futures,
+            completions=completions,
+        )
     door_models = DoorModels(models, sampling, checkpoints)
 
     def make_run(project_id: str) -> DoorRun:
@@ -314,6 +352,7 @@ def build_services(
         copies=Copies(store, checkpoints, new_id=new_id, clock=clock),
         housekeeping=housekeeping,
         recovery=recovery,
+        ownership=ownership,
         audit=Audit(store, clock),
         usage=Usage(store, clock),
         traces=Traces(store, signed, housekeeping.write_activity, clock),

@@ -40,6 +40,7 @@ class Housekeeping:
         keep_delivered, keep_undelivered: seconds that results are kept.
         clock: the time, aware UTC.
         monotonic: seconds of a clock that nobody sets.
+        sweeps: whether this server is the one, of those that share the database, to drop what has expired.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Housekeeping:
         keep_undelivered: float,
         clock: Callable[[], datetime],
         monotonic: Callable[[], float] = time.monotonic,
+        sweeps: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -75,6 +77,7 @@ class Housekeeping:
         self._clock = clock
         self._seen: dict[str, datetime] = {}
         self._monotonic = monotonic
+        self._sweeps = sweeps
         self._started = clock()
         """Since when signs of life can be believed: the start, or the last jump of the clock."""
         self._jumped: datetime | None = None
@@ -101,12 +104,16 @@ class Housekeeping:
         duties: list[Callable[[], Awaitable[None]]] = [
             self._operations.retry_unsettled,
             self.write_activity,
-            self._expire_sessions,
-            self._expire_results,
-            self._saved.sweep_expired,
-            self._stability.sweep,
-            self._history.sweep,
+            self._saved.remove_replaced,
         ]
+        if self._sweeps is None or await self._sweeps():
+            duties += [
+                self._expire_sessions,
+                self._expire_results,
+                self._saved.sweep_expired,
+                self._stability.sweep,
+                self._history.sweep,
+            ]
         for duty in duties:
             try:
                 await duty()

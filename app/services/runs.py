@@ -12,6 +12,7 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.base_models import BaseModels
+from app.services.leases import Leases
 from app.services.operations import Operations, Rows
 from app.services.paths import is_direct, session_of
 from schemas.errors import Gone, ModelLost, NotFound
@@ -34,11 +35,19 @@ class ListedRun:
 class Runs:
     """Training runs of all projects; every method is told whose."""
 
-    def __init__(self, store: Store, models: BaseModels, operations: Operations, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        models: BaseModels,
+        operations: Operations,
+        clock: Callable[[], datetime],
+        leases: Leases | None = None,
+    ) -> None:
         self._store = store
         self._models = models
         self._operations = operations
         self._clock = clock
+        self._leases = leases
 
     async def owned(self, project_id: str, model_id: str, *, field: str = "model_id") -> RunRecord:
         """The run, whatever its state. Raises `NotFound` if this project has no such run."""
@@ -101,13 +110,27 @@ class Runs:
 
         async def rows(db: AsyncSession) -> None:
             for model_id in model_ids:
-                await runs.set_run_state(db, model_id, "lost")
+                if self._leases is None or await self._leases.holds(db, model_id):
+                    await runs.set_run_state(db, model_id, "lost")
 
         await self._store.write(rows)
 
     async def close_session(self, session_id: str) -> None:
         """Close the runs of a session that is over, free their adapters, drop its samples and ephemeral weights."""
-        closed = await self._store.write(lambda db: _close_rows(db, session_id, self._clock()))
+
+        async def rows(db: AsyncSession) -> list[RunRecord]:
+            closed = await _close_rows(db, session_id, self._clock())
+            if self._leases is not None:
+                await self._leases.tell(db, "ended", session=session_id)
+            return closed
+
+        self._free(session_id, await self._store.write(rows))
+
+    async def free_session(self, session_id: str) -> None:
+        """Free what this server has of a session that was closed."""
+        self._free(session_id, await self._store.read(lambda db: runs.runs_of_session(db, session_id)))
+
+    def _free(self, session_id: str, closed: Sequence[RunRecord]) -> None:
         for run in closed:
             runtime = self._models.runtimes.get(run.base_model)
             if runtime is not None:

