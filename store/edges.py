@@ -24,6 +24,7 @@ _BEAT = text(
     f"INSERT INTO edges (edge_id, started_at, until) VALUES (:edge, {_NOW}, {_NOW} + make_interval(secs => :seconds)) "
     "ON CONFLICT (edge_id) DO UPDATE SET until = excluded.until"
 )
+ALIVE_QUERY = f"SELECT edge_id FROM edges WHERE until > {_NOW}"
 _ALIVE = f"(SELECT edge_id FROM edges WHERE NOT :expired OR until > {_NOW})"
 _TAKE_RUNS = text(
     "UPDATE run_leases SET edge_id = :edge, fence = run_leases.fence + 1 WHERE model_id IN ("

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from app.services.base_models import BaseModels
 from app.services.history import ModelHistory
@@ -105,7 +106,7 @@ class Recovery:
         wanted = [*(one.request_id for one in pending), *sample_ids]
         unfinished = await self._store.read(lambda db: log.still_pending(db, wanted))
         for model_id in model_ids:
-            run = await self._store.read(lambda db, model_id=model_id: run_rows.find_run(db, model_id))
+            run = await self._store.read(partial(run_rows.find_run, model_id=model_id))
             if run is not None and run.state in run_rows.LIVE:
                 await self._bring_back(run, unfinished, report)
         await self._go_on(unfinished, report)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from app.backup import back_up
+from app.doctor import check_data_folder
 from app.services.leases import LeaseLost
 from app.settings import Settings
+from schemas.errors import Unavailable
 from store.edges import leases_of
 from tests.app.conftest import MODEL
 from tests.support.api import DATA, Api, serving
@@ -109,3 +112,66 @@ async def test_a_server_that_was_asleep_cannot_write_for_a_run_that_was_taken(ed
     assert asleep.operations._leases.held == {}
     mine = await asleep.store.read(lambda db: leases_of(db, awake.operations._leases.edge_id))
     assert mine[model].fence == 2
+
+
+async def test_samples_at_either_server_are_one_list_that_both_wake(edges: tuple[Api, Api]) -> None:
+    first, second = edges
+    session = await first.session()
+    opened = await first.post(
+        "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL
+    )
+    sampler = opened.json()["sampling_session_id"]
+    sample = {
+        "sampling_session_id": sampler,
+        "num_samples": 1,
+        "prompt": [5, 6, 7],
+        "sampling_params": {"max_tokens": 4, "seed": 3},
+    }
+    submitted = [
+        await (first if number % 2 else second).submit("asample", seq_id=number, **sample) for number in range(8)
+    ]
+    target = {"sampling_session_id": sampler, "cloned_sampler_id": 0}
+    found: list[str] = []
+    cursor = 0
+    async with asyncio.timeout(60):
+        while len(found) < len(submitted):
+            at = second if len(found) % 2 else first
+            answer = await at.post(
+                "retrieve_futures", target=target, prev_cursor=cursor, retrieved_request_ids=[], timeout=5
+            )
+            assert answer.status_code == 200, answer.text
+            page = answer.json()
+            found += [one["request_id"] for one in page["completions"]]
+            cursor = page["cursor"]
+    assert sorted(found) == sorted(submitted)
+    drawn = [(await second.result(request_id))["sequences"][0]["tokens"] for request_id in submitted]
+    assert drawn == [drawn[0]] * 8
+
+
+async def test_a_session_that_ends_at_one_server_frees_its_run_at_the_other(edges: tuple[Api, Api]) -> None:
+    first, second = edges
+    session = await first.session()
+    model = await first.model(session)
+    runtime = next(iter(first.edge.app.state.services.models.runtimes.values()))
+    assert runtime.load().adapters == 1
+    waiting = await second.submit("forward", model_id=model, seq_id=9, data=DATA, loss_fn="cross_entropy")
+    ended = await second.post(f"sessions/{session}/finish", reason="success")
+    assert ended.status_code in (200, 204), ended.text
+    assert "error" in await second.result(waiting), "it waited for requests that never came"
+    async with asyncio.timeout(30):
+        while runtime.load().adapters or first.edge.app.state.services.operations._leases.held:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_one_server_sweeps_and_doctor_looks_at_both(edges: tuple[Api, Api]) -> None:
+    first = edges[0]
+    await first.model()
+    owners = [api.edge.app.state.services.ownership for api in edges]
+    assert [await owner.sweeps() for owner in owners] == [True, False]
+    assert [await owner.sweeps() for owner in owners] == [True, False]
+    settings = first.edge.settings
+    checks = await asyncio.to_thread(check_data_folder, settings.data_dir, database_url=settings.database_url)
+    assert {check.status for check in checks} <= {"ok", "warn"}, checks
+    assert any("in use by 2 servers" in check.detail for check in checks)
+    with pytest.raises(Unavailable, match="its rows are in another database"):
+        await asyncio.to_thread(back_up, settings.data_dir, settings.data_dir.parent / "backup")
