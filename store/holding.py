@@ -29,10 +29,15 @@ def held_alone(db: AsyncSession, statement: S) -> S:
     return statement.with_for_update(key_share=True) if WRITING in db.info else statement
 
 
+def may_meet_others(db: AsyncSession) -> bool:
+    """Whether other servers may write to the database."""
+    return db.get_bind().dialect.name == "postgresql"
+
+
 async def in_turn(db: AsyncSession, name: str) -> None:
     """Within a write: everybody who calls this with the same name comes one after the other, commits included.
 
     What is numbered without holes, or counted against a limit, is numbered and counted behind this.
     """
-    if WRITING in db.info and db.get_bind().dialect.name == "postgresql":
+    if WRITING in db.info and may_meet_others(db):
         await db.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(name, 0))))

@@ -19,7 +19,7 @@ from sqlalchemy.orm import aliased
 
 from schemas.errors import SeqIdConflict, TinsmithError
 from store.error_codec import error_from_json, error_to_json
-from store.holding import held_alone, in_turn
+from store.holding import held_alone, in_turn, may_meet_others
 from store.records import Body, BodyRef, NewOperation, OperationRecord, OperationState
 from store.snapshots import needed_for_replay
 from store.tables import Operation
@@ -228,11 +228,10 @@ async def _settle(
     db: AsyncSession, request_id: str, state: OperationState, now: datetime, outcome: dict[str, Any]
 ) -> bool:
     pending = (Operation.request_id == request_id, Operation.state == "pending")
-    # Whoever reads a place has all places before it: the next one is given when the one before is committed.
-    scope = await db.scalar(select(Operation.scope).where(*pending))
-    if scope is None:
-        return False
-    await in_turn(db, f"settle {scope}")
+    if may_meet_others(db):
+        # Whoever reads a place has all places before it: the next one is given when the one before is committed.
+        scope = await db.scalar(select(Operation.scope).where(*pending))
+        await in_turn(db, f"settle {scope}")
     before = aliased(Operation)
     last = select(func.coalesce(func.max(before.settled_seq), 0)).where(before.scope == Operation.scope)
     place = last.scalar_subquery() + 1

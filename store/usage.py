@@ -15,6 +15,7 @@ from sqlalchemy import func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from store.holding import may_meet_others
 from store.records import StorageRecord, TokenUsageRecord
 from store.tables import Checkpoint, Session, StoredCheckpoint, TokenUsage
 
@@ -32,7 +33,7 @@ async def add_tokens(
 ) -> None:
     """Add tokens of each kind to the hour of `now`. Zero adds no row."""
     bucket = now.replace(minute=0, second=0, microsecond=0)
-    insert = postgresql.insert if db.get_bind().dialect.name == "postgresql" else sqlite.insert
+    insert = postgresql.insert if may_meet_others(db) else sqlite.insert
     for kind, count in tokens.items():
         if count == 0:
             continue

@@ -52,8 +52,10 @@ class Leases:
         fence = self.held.get(model_id)
         return fence is not None and await edges.holder(db, model_id) == (self.edge_id, fence)
 
-    async def require(self, db: AsyncSession, model_id: str) -> None:
-        """Raise `LeaseLost` unless this server holds the run until the commit."""
+    async def require(self, db: AsyncSession, model_id: str, fence: int | None = None) -> None:
+        """Raise `LeaseLost` unless this server holds the run until the commit, without a break since it had `fence`."""
+        if fence is not None and fence != self.held.get(model_id):
+            raise LeaseLost(model_id)
         if not await self.holds(db, model_id):
             raise LeaseLost(model_id)
 

@@ -122,6 +122,8 @@ class Operations:
         """Operations that a runtime has: request id -> (runtime, scope)."""
         self._started: dict[str, datetime] = {}
         """When operations that a runtime has began to run, the last time if it had to begin again."""
+        self._fences: dict[str, int] = {}
+        """Under which fence of its run an operation was handed to a runtime, if runs change hands."""
         self._stopping = False
         self._unsettled: dict[str, tuple[OperationRecord, Submission, OperationResult | TinsmithError]] = {}
 
@@ -197,6 +199,8 @@ class Operations:
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:
         """Hand a logged operation to its runtime (also used for what an earlier process did not finish)."""
         self._live[record.request_id] = (submission.runtime, record.scope)
+        if self._leases is not None and submission.model_id is not None:
+            self._fences[record.request_id] = self._leases.held.get(submission.model_id, 0)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
             record = replace(record, body=b"")
@@ -347,6 +351,7 @@ class Operations:
     def _close(self, request_id: str) -> None:
         _, scope = self._live.pop(request_id, (None, None))
         self._started.pop(request_id, None)
+        self._fences.pop(request_id, None)
         self._wake(request_id, scope)
 
     def _drop(self, request_id: str) -> None:
@@ -355,15 +360,16 @@ class Operations:
         self._unsettled.pop(request_id, None)
         self._live.pop(request_id, None)
         self._started.pop(request_id, None)
+        self._fences.pop(request_id, None)
 
     async def _tell(self, db: AsyncSession, what: str, **about: Any) -> None:
         if self._leases is not None:
             await self._leases.tell(db, what, **about)
 
-    async def _require(self, db: AsyncSession, submission: Submission) -> None:
-        """Raise `LeaseLost` if another server executes the run of an operation now."""
+    async def _require(self, db: AsyncSession, request_id: str, submission: Submission) -> None:
+        """Raise `LeaseLost` if another server executes the run of an operation now, or did since it was handed over."""
         if self._leases is not None and submission.model_id is not None:
-            await self._leases.require(db, submission.model_id)
+            await self._leases.require(db, submission.model_id, self._fences.get(request_id))
 
     async def _write_result(
         self, record: OperationRecord, submission: Submission, outcome: OperationResult
@@ -396,7 +402,7 @@ class Operations:
         now, started_at = self._clock(), self._started.get(request_id)
 
         async def rows(db: AsyncSession) -> None:
-            await self._require(db, submission)
+            await self._require(db, request_id, submission)
             if finished.rows is not None:
                 await finished.rows(db)
             if not await log.finish(db, request_id, stored, finished.content_type, now, started_at=started_at):
@@ -418,7 +424,7 @@ class Operations:
         """Write a failure; False if the store cannot take it now."""
 
         async def rows(db: AsyncSession) -> None:
-            await self._require(db, submission)
+            await self._require(db, request_id, submission)
             if submission.failed is not None:
                 await submission.failed(db)
             await log.fail(db, request_id, error, self._clock(), started_at=self._started.get(request_id))
