@@ -73,11 +73,15 @@ class Server:
 
 
 class Proxy:
-    """Forwards each new TCP connection to the next server that takes it; what was under way with a dead one breaks."""
+    """Forwards each new TCP connection to the next server that takes it; what was under way with a dead one breaks.
+
+    `only`: the port of the one server that gets new connections for now; None = all in turn.
+    """
 
     def __init__(self, servers: list[Server]) -> None:
         self._ports = [server.port for server in servers]
         self._next = 0
+        self.only: int | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
@@ -97,7 +101,7 @@ class Proxy:
     def _join(self, client: socket.socket) -> None:
         for _ in self._ports:
             self._next += 1
-            port = self._ports[self._next % len(self._ports)]
+            port = self.only or self._ports[self._next % len(self._ports)]
             with contextlib.suppress(OSError):
                 server = socket.create_connection(("127.0.0.1", port), timeout=2)
                 server.settimeout(None)
@@ -121,6 +125,7 @@ class Cluster:
 
     def __init__(self, servers: list[Server], proxy: Proxy, rows: Any) -> None:
         self.servers = servers
+        self.proxy = proxy
         self.url = proxy.url
         self.rows = rows
 

@@ -1,13 +1,12 @@
 """Servers and the database are killed under training clients, who notice nothing but time.
 
-Three clients of the SDK: one at each server and one whose connections alternate between the two. Who talks to a server
-that is dead for good goes on at the other one, as behind a load balancer: with the same session and the same numbers.
+Clients of the SDK talk to one server, or through a proxy that spreads their connections over both: who loses a server
+goes on at the other one, as behind a load balancer, with the same session and the same numbers.
 """
 
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +25,14 @@ STEPS = 8
 
 
 def _program(
-    cluster: Cluster, url: str, seed: int, at_step: Callable[[int], None] = lambda step: None
+    cluster: Cluster, url: str, seed: int, at_step: Callable[[str, int], None] = lambda model_id, step: None
 ) -> tuple[str, str]:
-    """Train a model, save it and sample it; returns the checkpoint's path and the model's id."""
+    """Train a model and save it; returns the checkpoint's path and the model's id."""
     with tinker.ServiceClient(base_url=url, api_key=cluster.key) as client:
         training: Any = client.create_lora_training_client(base_model=MODEL, rank=4, seed=seed).result()
-        train(training, STEPS, at_step=at_step)
-        path = training.save_state("final").result(timeout=CLIENT_SECONDS).path
-        return path, path.removeprefix("tinker://").split("/")[0]
+        model_id = str(training.get_info().model_id)
+        train(training, STEPS, at_step=lambda step: at_step(model_id, step))
+        return training.save_state("final").result(timeout=CLIENT_SECONDS).path, model_id
 
 
 def _same(cluster: Cluster, run: tuple[str, str], expected: tuple[str, str]) -> None:
@@ -48,7 +47,7 @@ def _same(cluster: Cluster, run: tuple[str, str], expected: tuple[str, str]) -> 
 
 def _samples(cluster: Cluster, url: str) -> list[list[int]]:
     with tinker.ServiceClient(base_url=url, api_key=cluster.key) as client:
-        sampler = client.create_sampling_client(base_model=MODEL)
+        sampler = client.create_sampling_client(base_model=MODEL).result()
         params = tinker.SamplingParams(max_tokens=6, seed=3, temperature=1.0)
         prompt = tinker.ModelInput.from_ints([5, 6, 7])
         futures = [sampler.sample(prompt, 1, params) for _ in range(12)]
@@ -59,15 +58,17 @@ def test_a_killed_server_leaves_its_runs_to_the_other_one(tmp_path: Path, base: 
     with cluster(tmp_path, base, database_url) as servers:
         first, second = servers.servers
         alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
-        killed = threading.Event()
+        held: dict[str, tuple[Any, ...]] = {}
 
-        def kill(step: int) -> None:
-            if step == STEPS // 2 and not killed.is_set():
-                killed.set()
+        def kill(model_id: str, step: int) -> None:
+            if step == 0:
+                held[model_id] = servers.holder(model_id)
+                servers.proxy.only = None
+            elif step == STEPS // 2:
                 first.kill()
 
+        servers.proxy.only = first.port
         with ThreadPoolExecutor(3) as threads:
-            # Seed 1 through the proxy: the run may be at either server, and half of its connections break.
             mixed = threads.submit(_program, servers, servers.url, 1, kill)
             other = threads.submit(_program, servers, second.url, 2)
             sampled = threads.submit(_samples, servers, servers.url)
@@ -75,6 +76,10 @@ def test_a_killed_server_leaves_its_runs_to_the_other_one(tmp_path: Path, base: 
             drawn = sampled.result(timeout=CLIENT_SECONDS)
         for seed, run in runs.items():
             _same(servers, run, alone[seed])
+        [(model_id, (edge, fence))] = held.items()
+        holder, now = servers.holder(model_id)
+        assert holder != edge
+        assert now == fence + 1
         assert len(drawn) == 12
         assert all(tokens == drawn[0] for tokens in drawn)
         assert servers.rows("SELECT count(*) FROM operations WHERE state = 'pending'") == [(0,)]
@@ -118,7 +123,7 @@ def test_training_goes_on_after_the_database_was_killed(
         first, second = servers.servers
         alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
 
-        def kill(step: int) -> None:
+        def kill(model_id: str, step: int) -> None:
             if step == STEPS // 2:
                 postgres.kill()
                 time.sleep(1.0)
