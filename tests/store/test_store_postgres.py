@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import InvalidRequest, Unavailable
-from store import runs, sessions
+from store import edges, runs, sessions
 from store.completions import Client, completions
 from store.database import Store
 from store.keys import ensure_project
@@ -249,3 +249,58 @@ async def test_passwords_are_in_no_error_and_no_log(
 async def test_wrong_database_is_named_in_the_drivers_words(data_dir: Path, postgres: Postgres, backend: str) -> None:
     with pytest.raises(Unavailable, match='database "missing" does not exist'):
         await Store.open(data_dir, postgres.url("missing", password="geheim"))
+
+
+async def test_what_a_server_held_is_taken_once_when_it_is_gone(store: Store, other: Store, make: Make) -> None:
+    await make.session()
+    models = [await make.run(number) for number in range(3)]
+    await store.write(lambda db: runs.set_run_state(db, models[2], "closed"))
+    await make.operation("sample", kind="sample", scope=SCOPE)
+    for edge in ("a", "b", "c"):
+        await store.write(lambda db, edge=edge: edges.beat(db, edge, 60))
+    for model_id in models:
+        await store.write(lambda db, m=model_id: edges.hold_run(db, m, "a"))
+    await store.write(lambda db: edges.set_sample_edge(db, "sample", "a"))
+
+    async def take(by: Store, edge: str, *, expired: bool = True) -> tuple[dict[str, int], list[str]]:
+        async def rows(db: AsyncSession) -> tuple[dict[str, int], list[str]]:
+            taken = await edges.take_runs(db, edge, expired=expired)
+            return taken, await edges.take_samples(db, edge, expired=expired)
+
+        return await by.write(rows)
+
+    assert await take(store, "b") == ({}, [])
+    await store.write(lambda db: edges.beat(db, "a", 0))  # its time is over
+    assert await take(store, "b", expired=False) == ({}, [])
+    both = await asyncio.gather(take(store, "b"), take(other, "c"))
+    assert sorted(model_id for taken, _ in both for model_id in taken) == models[:2]
+    assert [request_id for _, samples in both for request_id in samples] == ["sample"]
+    assert {fence for taken, _ in both for fence in taken.values()} == {2}
+    for edge in ("b", "c"):  # one that leaves need not run out
+        await store.write(lambda db, edge=edge: edges.leave(db, edge))
+    assert await take(store, "d", expired=False) == (dict.fromkeys(models[:2], 3), ["sample"])
+    found = await store.read(lambda db: edges.leases_of(db, "a"))
+    assert {model_id: lease.state for model_id, lease in found.items()} == {models[2]: "closed"}
+    await store.write(lambda db: edges.drop_leases(db, "a", models))
+    assert await store.read(lambda db: edges.holder(db, models[2])) is None
+    assert await store.read(lambda db: edges.holder(db, models[0])) == ("d", 3)
+
+
+async def test_a_run_is_not_taken_while_its_holder_writes(store: Store, other: Store, make: Make) -> None:
+    await make.session()
+    model_id = await make.run()
+    await store.write(lambda db: edges.hold_run(db, model_id, "a"))
+    looked, commit = asyncio.Event(), asyncio.Event()
+
+    async def write(db: AsyncSession) -> tuple[str, int] | None:
+        found = await edges.holder(db, model_id)
+        looked.set()
+        await commit.wait()
+        return found
+
+    writing = asyncio.create_task(store.write(write))
+    await looked.wait()
+    assert await other.write(lambda db: edges.take_runs(db, "b", expired=True)) == {}
+    commit.set()
+    assert await writing == ("a", 1)
+    assert await other.write(lambda db: edges.take_runs(db, "b", expired=True)) == {model_id: 2}
