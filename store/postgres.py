@@ -30,6 +30,8 @@ STATEMENT_SECONDS = 60.0
 LOCK_MILLISECONDS = 100
 """How long a write waits for a row that another server has locked. It keeps the writes behind it waiting meanwhile, and
 those before it their locks; so it is then run again later."""
+ASLEEP_MILLISECONDS = 5_000
+"""How long a server may stop within a transaction, with its locks, before the database ends it for the others' sake."""
 _STARTING = 0x7469_6E73
 """Key of the advisory lock under which a server sets up a data folder and a schema."""
 
@@ -75,6 +77,7 @@ def _engine(url: URL, connections: int, **options: Any) -> AsyncEngine:
         "application_name": "tinsmith",
         "synchronous_commit": "on",
         "lock_timeout": str(LOCK_MILLISECONDS),
+        "idle_in_transaction_session_timeout": str(ASLEEP_MILLISECONDS),
         "timezone": "UTC",
     }
     arguments = {"timeout": CONNECT_SECONDS, "command_timeout": STATEMENT_SECONDS, "server_settings": settings}

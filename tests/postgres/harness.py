@@ -47,7 +47,7 @@ class Server:
 
     def wait_until_ready(self) -> None:
         """Wait until it serves."""
-        wait_until_ready(self.url, self.process, self.log, 120)
+        wait_until_ready(self.url, self.process, self.log, 240)
 
     @property
     def key(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,84 +54,85 @@ def _samples(cluster: Cluster, url: str) -> list[list[int]]:
         return [list(future.result(timeout=CLIENT_SECONDS).sequences[0].tokens) for future in futures]
 
 
-def test_a_killed_server_leaves_its_runs_to_the_other_one(tmp_path: Path, base: Path, database_url: str) -> None:
-    with cluster(tmp_path, base, database_url) as servers:
-        first, second = servers.servers
-        alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
-        held: dict[str, tuple[Any, ...]] = {}
-
-        def kill(model_id: str, step: int) -> None:
-            if step == 0:
-                held[model_id] = servers.holder(model_id)
-                servers.proxy.only = None
-            elif step == STEPS // 2:
-                first.kill()
-
-        servers.proxy.only = first.port
-        with ThreadPoolExecutor(3) as threads:
-            mixed = threads.submit(_program, servers, servers.url, 1, kill)
-            other = threads.submit(_program, servers, second.url, 2)
-            sampled = threads.submit(_samples, servers, servers.url)
-            runs = {1: mixed.result(timeout=CLIENT_SECONDS), 2: other.result(timeout=CLIENT_SECONDS)}
-            drawn = sampled.result(timeout=CLIENT_SECONDS)
-        for seed, run in runs.items():
-            _same(servers, run, alone[seed])
-        [(model_id, (edge, fence))] = held.items()
-        holder, now = servers.holder(model_id)
-        assert holder != edge
-        assert now == fence + 1
-        assert len(drawn) == 12
-        assert all(tokens == drawn[0] for tokens in drawn)
-        assert servers.rows("SELECT count(*) FROM operations WHERE state = 'pending'") == [(0,)]
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, base: Path, postgres: Postgres) -> Iterator[Cluster]:
+    """Two servers; the last test ends one of them."""
+    postgres.create_database("kills")
+    with cluster(tmp_path_factory.mktemp("kills"), base, postgres.url("kills")) as running:
+        yield running
 
 
-def test_a_server_that_slept_through_its_lease_stops_and_nothing_is_done_twice(
-    tmp_path: Path, base: Path, database_url: str
-) -> None:
-    with cluster(tmp_path, base, database_url) as servers:
-        first, second = servers.servers
-        alone = _program(servers, second.url, 1)
-        with tinker.ServiceClient(base_url=first.url, api_key=servers.key) as client:
-            training: Any = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
-            model_id = training.get_info().model_id
-            edge, fence = servers.holder(model_id)
+def test_training_goes_on_after_the_database_was_killed(servers: Cluster, postgres: Postgres) -> None:
+    first, second = servers.servers
+    alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
 
-            def sleep(step: int) -> None:
-                if step != STEPS // 2:
-                    return
-                first.process.send_signal(signal.SIGSTOP)
-                deadline = time.monotonic() + 60
-                while servers.holder(model_id)[1] == fence:
-                    assert time.monotonic() < deadline, second.log.read_text()[-4000:]
-                    time.sleep(0.2)
-                time.sleep(LEASE / 2)
-                first.process.send_signal(signal.SIGCONT)
+    def kill(model_id: str, step: int) -> None:
+        if step == STEPS // 2:
+            postgres.kill()
+            time.sleep(1.0)
+            postgres.start()
 
-            train(training, STEPS, at_step=sleep)
-            path = training.save_state("final").result(timeout=CLIENT_SECONDS).path
-        _same(servers, (path, model_id), alone)
-        holder, now = servers.holder(model_id)
-        assert holder != edge
-        assert now == fence + 1
-        assert "is executed by another server now" in first.log.read_text()
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(_program, servers, first.url, 1, kill)
+        two = threads.submit(_program, servers, second.url, 2)
+        runs = {1: one.result(timeout=CLIENT_SECONDS), 2: two.result(timeout=CLIENT_SECONDS)}
+    for seed, run in runs.items():
+        _same(servers, run, alone[seed])
 
 
-def test_training_goes_on_after_the_database_was_killed(
-    tmp_path: Path, base: Path, database_url: str, postgres: Postgres
-) -> None:
-    with cluster(tmp_path, base, database_url) as servers:
-        first, second = servers.servers
-        alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
+def test_a_server_that_slept_through_its_lease_stops_and_nothing_is_done_twice(servers: Cluster) -> None:
+    first, second = servers.servers
+    alone = _program(servers, second.url, 1)
+    with tinker.ServiceClient(base_url=first.url, api_key=servers.key) as client:
+        training: Any = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+        model_id = training.get_info().model_id
+        edge, fence = servers.holder(model_id)
 
-        def kill(model_id: str, step: int) -> None:
-            if step == STEPS // 2:
-                postgres.kill()
-                time.sleep(1.0)
-                postgres.start()
+        def sleep(step: int) -> None:
+            if step != STEPS // 2:
+                return
+            first.process.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 90
+            while servers.holder(model_id)[1] == fence:
+                assert time.monotonic() < deadline, second.log.read_text()[-4000:]
+                time.sleep(0.2)
+            time.sleep(LEASE / 2)
+            first.process.send_signal(signal.SIGCONT)
 
-        with ThreadPoolExecutor(2) as threads:
-            one = threads.submit(_program, servers, first.url, 1, kill)
-            two = threads.submit(_program, servers, second.url, 2)
-            runs = {1: one.result(timeout=CLIENT_SECONDS), 2: two.result(timeout=CLIENT_SECONDS)}
-        for seed, run in runs.items():
-            _same(servers, run, alone[seed])
+        train(training, STEPS, at_step=sleep)
+        path = training.save_state("final").result(timeout=CLIENT_SECONDS).path
+    _same(servers, (path, model_id), alone)
+    holder, now = servers.holder(model_id)
+    assert holder != edge, "it died, or was asleep"
+    assert now > fence
+    assert "is executed by another server now" in first.log.read_text()
+
+
+def test_a_killed_server_leaves_its_runs_to_the_other_one(servers: Cluster) -> None:
+    first, second = servers.servers
+    alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
+    held: dict[str, tuple[Any, ...]] = {}
+
+    def kill(model_id: str, step: int) -> None:
+        if step == 0:
+            held[model_id] = servers.holder(model_id)
+            servers.proxy.only = None
+        elif step == STEPS // 2:
+            first.kill()
+
+    servers.proxy.only = first.port
+    with ThreadPoolExecutor(3) as threads:
+        mixed = threads.submit(_program, servers, servers.url, 1, kill)
+        other = threads.submit(_program, servers, second.url, 2)
+        sampled = threads.submit(_samples, servers, servers.url)
+        runs = {1: mixed.result(timeout=CLIENT_SECONDS), 2: other.result(timeout=CLIENT_SECONDS)}
+        drawn = sampled.result(timeout=CLIENT_SECONDS)
+    for seed, run in runs.items():
+        _same(servers, run, alone[seed])
+    [(model_id, (edge, fence))] = held.items()
+    holder, now = servers.holder(model_id)
+    assert holder != edge, "it died, or was asleep"
+    assert now > fence
+    assert len(drawn) == 12
+    assert all(tokens == drawn[0] for tokens in drawn)
+    assert servers.rows("SELECT count(*) FROM operations WHERE state = 'pending'") == [(0,)]

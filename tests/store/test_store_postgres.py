@@ -304,3 +304,27 @@ async def test_a_run_is_not_taken_while_its_holder_writes(store: Store, other: S
     commit.set()
     assert await writing == ("a", 1)
     assert await other.write(lambda db: edges.take_runs(db, "b", expired=True)) == {model_id: 2}
+
+
+async def test_a_server_that_sleeps_within_a_transaction_loses_its_locks(
+    store: Store, make: Make, data_dir: Path, database_url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await make.session()
+    model_id = await make.run()
+    await store.write(lambda db: edges.hold_run(db, model_id, "a"))
+    monkeypatch.setattr("store.postgres.ASLEEP_MILLISECONDS", 500)
+    sleeper = await Store.open(data_dir, database_url)
+
+    async def asleep(db: AsyncSession) -> None:
+        await edges.holder(db, model_id)
+        await asyncio.sleep(1.5)
+        await ensure_project(db, "never")
+
+    sleeping = asyncio.create_task(sleeper.write(asleep))
+    async with asyncio.timeout(30):
+        while not await store.write(lambda db: edges.take_runs(db, "b", expired=True)):
+            pass
+    with pytest.raises(Unavailable):
+        await sleeping
+    await sleeper.write(lambda db: ensure_project(db, "awake"))
+    await sleeper.close()
