@@ -234,7 +234,7 @@ class Store:
                     job.future.cancel()
             else:
                 failure = _unavailable("written", error)
-                for job in batch or [first]:
+                for job in batch or self._without_connection(first):
                     job.refuse(failure if job.error is None else job.error)
         except BaseException:
             for job in batch or [first]:
@@ -279,6 +279,14 @@ class Store:
             return None
         finally:
             self._in_doubt = False
+
+    def _without_connection(self, first: _Job) -> list[_Job]:
+        """Whom to refuse when a transaction could not even begin. To find that out again for each who waits would take
+        seconds each; SQLite's lock is worth another try."""
+        refused = [first]
+        while self.shared is not None and (job := self._next()) is not None:
+            refused.append(job)
+        return refused
 
     def _next(self) -> _Job | None:
         if self._jobs.empty():
