@@ -32,6 +32,7 @@ def _program(
         training: Any = client.create_lora_training_client(base_model=MODEL, rank=4, seed=seed).result()
         model_id = str(training.get_info().model_id)
         train(training, STEPS, at_step=lambda step: at_step(model_id, step))
+        at_step(model_id, STEPS)
         return training.save_state("final").result(timeout=CLIENT_SECONDS).path, model_id
 
 
@@ -101,8 +102,8 @@ def test_a_server_that_slept_through_its_lease_stops_and_nothing_is_done_twice(s
 
         train(training, STEPS, at_step=sleep)
         path = training.save_state("final").result(timeout=CLIENT_SECONDS).path
+        holder, now = servers.holder(model_id)
     _same(servers, (path, model_id), alone)
-    holder, now = servers.holder(model_id)
     assert holder != edge, "it died, or was asleep"
     assert now > fence
     assert "is executed by another server now" in first.log.read_text()
@@ -111,14 +112,17 @@ def test_a_server_that_slept_through_its_lease_stops_and_nothing_is_done_twice(s
 def test_a_killed_server_leaves_its_runs_to_the_other_one(servers: Cluster) -> None:
     first, second = servers.servers
     alone = {seed: _program(servers, first.url, seed) for seed in (1, 2)}
-    held: dict[str, tuple[Any, ...]] = {}
+    before: list[tuple[Any, ...]] = []
+    after: list[tuple[Any, ...]] = []
 
     def kill(model_id: str, step: int) -> None:
         if step == 0:
-            held[model_id] = servers.holder(model_id)
+            before.append(servers.holder(model_id))
             servers.proxy.only = None
         elif step == STEPS // 2:
             first.kill()
+        elif step == STEPS:
+            after.append(servers.holder(model_id))
 
     servers.proxy.only = first.port
     with ThreadPoolExecutor(3) as threads:
@@ -129,8 +133,7 @@ def test_a_killed_server_leaves_its_runs_to_the_other_one(servers: Cluster) -> N
         drawn = sampled.result(timeout=CLIENT_SECONDS)
     for seed, run in runs.items():
         _same(servers, run, alone[seed])
-    [(model_id, (edge, fence))] = held.items()
-    holder, now = servers.holder(model_id)
+    [(edge, fence)], [(holder, now)] = before, after
     assert holder != edge, "it died, or was asleep"
     assert now > fence
     assert len(drawn) == 12
