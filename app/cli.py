@@ -166,7 +166,7 @@ def doctor(
     from app.doctor_machine import check_machine
     from store.read_only import running_server
 
-    checks = check_data_folder(settings.data_dir, _tell)
+    checks = check_data_folder(settings.data_dir, _tell, database_url=settings.database_url)
     checks += check_machine(settings, running_server(settings.data_dir))
     if as_json:
         typer.echo(json.dumps(to_json(checks, data_dir=str(settings.data_dir)), indent=2))

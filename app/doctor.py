@@ -11,25 +11,29 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from app.checks import Check, megabytes
 from app.services.age_encryption import SUFFIX
 from app.services.exports import EXPORTED_FILES
 from engines.checkpoint_files import folder_problems
-from schemas.errors import Unavailable
+from schemas.errors import InvalidRequest, Unavailable
 from store.artifact_place import recorded_place
 from store.migrate import known_schemas, newer_schema
 from store.read_only import (
     CheckpointFiles,
+    Reader,
     body_files,
     checkpoint_files,
-    open_database,
+    open_reader,
     running_server,
     schema_of,
     snapshot_files,
 )
+from store.read_only_postgres import PostgresReader
 from store.records import BodyRef
 
 SECRET_BYTES = {"pepper": 32, "url_secret": 32, "token_secret": 32}
@@ -37,15 +41,27 @@ YOUNG_SECONDS = 600
 """How long a running server may take to write the row of a file that is there already."""
 
 Tell = Callable[[str], None]
+Opened = Callable[[], AbstractContextManager[Reader]]
 T = TypeVar("T")
 
 
-def check_data_folder(data_dir: Path, tell: Tell = lambda line: None) -> list[Check]:
-    """Every check of a data folder, in the order of the table. `tell` is called with lines of progress."""
+def check_data_folder(
+    data_dir: Path, tell: Tell = lambda line: None, *, database_url: str | None = None
+) -> list[Check]:
+    """Every check of a data folder, in the order of the table. `tell` is called with lines of progress.
+
+    `database_url`: as the server's setting; the rows of a data folder may be in PostgreSQL.
+    """
     running = running_server(data_dir)
-    checks = [_folder(data_dir, running)]
+    checks = []
+    opened = partial(open_reader, data_dir, database_url)
     try:
-        with open_database(data_dir) as connection:
+        with opened() as connection:
+            used = None
+            if isinstance(connection, PostgresReader):
+                used = f"its database is in use by {connection.servers()} servers"
+                running = used if connection.servers() else running
+            checks.append(_folder(data_dir, running, used))
             tell("checking the database")
             checks.append(_database(connection))
             checks.append(_schema(connection))
@@ -53,24 +69,26 @@ def check_data_folder(data_dir: Path, tell: Tell = lambda line: None) -> list[Ch
                 rows = checkpoint_files(connection), body_files(connection), snapshot_files(connection)
             else:
                 rows = None
-    except Unavailable as error:
+    except (Unavailable, InvalidRequest) as error:
+        checks = checks or [_folder(data_dir, running)]
         return [*checks, Check("database", "fail", error.message, () if error.hint is None else (error.hint,))]
     except sqlite3.Error as error:
         return [*checks, Check("database", "fail", f"the database is damaged ({error})")]
     checks.append(_secrets(data_dir))
     if rows is not None:
         checkpoints, bodies, snapshots = rows
-        checks.append(_checkpoints(data_dir, checkpoints, tell))
+        checks.append(_checkpoints(data_dir, checkpoints, tell, opened))
         lost = "these requests or results are lost"
-        checks.append(_files(data_dir, "bodies", bodies, body_files, lost, tell))
+        checks.append(_files(data_dir, "bodies", bodies, body_files, lost, tell, opened))
         lost = "training goes on from an earlier one after a crash"
-        checks.append(_files(data_dir, "snapshots", snapshots, snapshot_files, lost, tell))
-        checks.append(_strays(data_dir, running is not None))
+        checks.append(_files(data_dir, "snapshots", snapshots, snapshot_files, lost, tell, opened))
+        checks.append(_strays(data_dir, running is not None, opened))
     return checks
 
 
-def _folder(data_dir: Path, running: str | None) -> Check:
-    used = f"in use by the server with process id {running}" if running else "no server is running on it"
+def _folder(data_dir: Path, running: str | None, used: str | None = None) -> Check:
+    alone = f"in use by the server with process id {running}" if running else "no server is running on it"
+    used = used or alone
     try:
         mode = stat.S_IMODE(data_dir.stat().st_mode)
     except OSError as error:
@@ -80,7 +98,10 @@ def _folder(data_dir: Path, running: str | None) -> Check:
     return Check("data folder", "ok", used)
 
 
-def _database(connection: sqlite3.Connection) -> Check:
+def _database(reader: Reader) -> Check:
+    if isinstance(reader, PostgresReader):
+        return Check("database", "ok", f"PostgreSQL answers, {megabytes(reader.size())}; it checks itself")
+    connection = cast(sqlite3.Connection, reader)
     found = tuple(str(row[0]) for row in connection.execute("PRAGMA integrity_check(100)") if row[0] != "ok")
     if found:
         return Check("database", "fail", "SQLite finds it damaged; restore a backup", found)
@@ -94,7 +115,7 @@ def _database(connection: sqlite3.Connection) -> Check:
     return Check("database", "ok", f"whole, {megabytes(pages * size)}")
 
 
-def _schema(connection: sqlite3.Connection) -> Check:
+def _schema(connection: Reader) -> Check:
     found, known = schema_of(connection), known_schemas()
     if found is None:
         return Check("schema", "fail", "it is not a database of this server")
@@ -125,7 +146,7 @@ def _secrets(data_dir: Path) -> Check:
 
 
 # -- files that rows name --------------------------------------------------------------------------------------------
-def _checkpoints(data_dir: Path, rows: list[CheckpointFiles], tell: Tell) -> Check:
+def _checkpoints(data_dir: Path, rows: list[CheckpointFiles], tell: Tell, opened: Opened) -> Check:
     place = recorded_place(data_dir)
     named, found = rows, dict[str, str]()
     if place is not None:
@@ -135,7 +156,7 @@ def _checkpoints(data_dir: Path, rows: list[CheckpointFiles], tell: Tell) -> Che
         if problems:
             found[row.folder] = f"{row.title}: {'; '.join(problems)}"
     if found:
-        with open_database(data_dir) as connection:
+        with opened() as connection:
             still = {row.folder for row in checkpoint_files(connection)}
         found = {folder: text for folder, text in found.items() if folder in still}
     if found and place is not None:
@@ -169,9 +190,10 @@ def _files(
     data_dir: Path,
     place: str,
     refs: Mapping[str, BodyRef],
-    again: Callable[[sqlite3.Connection], Mapping[str, BodyRef]],
+    again: Callable[[Reader], Mapping[str, BodyRef]],
     lost: str,
     tell: Tell,
+    opened: Opened,
 ) -> Check:
     """Files that are named one by one, with their checksums; `again` reads the rows once more, `lost` says what is."""
     found = {}
@@ -180,7 +202,7 @@ def _files(
         if problem is not None:
             found[ref.name] = f"{ref.name}: {problem}"
     if found:
-        with open_database(data_dir) as connection:
+        with opened() as connection:
             still = again(connection)
         found = {name: text for name, text in found.items() if name in still}
     if found:
@@ -202,13 +224,13 @@ def _file_problem(path: Path, ref: BodyRef) -> str | None:
     return None if digest == ref.sha256 else "does not match its checksum"
 
 
-def _strays(data_dir: Path, running: bool) -> Check:
+def _strays(data_dir: Path, running: bool, opened: Opened) -> Check:
     """Files that no row names: what a crash left, which the next start removes, or what is being written just now."""
     seen = {
         place: {path.name: path for path in (data_dir / place).iterdir()} if (data_dir / place).is_dir() else {}
         for place in ("checkpoints", "bodies", "snapshots")
     }
-    with open_database(data_dir) as connection:  # after the files: a row is written after its files
+    with opened() as connection:  # after the files: a row is written after its files
         named = {
             "checkpoints": {row.folder for row in checkpoint_files(connection)},
             "bodies": set(body_files(connection)),

@@ -47,4 +47,5 @@ def worker_spec(settings: Settings, name: str, source: str | None) -> WorkerSpec
         micro_batch_tokens=settings.micro_batch_tokens,
         gradient_checkpointing=settings.gradient_checkpointing,
         adapter_memory_gib=settings.adapter_memory_gib,
+        scratch=str(settings.scratch_dir),
     )

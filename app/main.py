@@ -143,18 +143,19 @@ async def _open(
     app: FastAPI, settings: Settings, lifecycle: Lifecycle, groups: GroupFactory, closing: AsyncExitStack
 ) -> None:
     """Open the data folder and start the services; `closing` undoes what was done."""
-    store = await Store.open(settings.data_dir)
+    store = await Store.open(settings.data_dir, settings.database_url)
     closing.push_async_callback(store.close)
     app.state.store = store
-    app.state.dev_key = dev_key = await ensure_dev_key(store, settings.data_dir)
-    admin_key = await store.read(lambda db: authenticate(db, dev_key))
-    app.state.admin_key_id = None if admin_key is None else admin_key.key_id
-    places: RuntimePlaces | None = None
-    if settings.ray is not None:
-        _, leave = await connect(settings.ray)
-        closing.push_async_callback(leave)
-        places = on_cluster(settings)
-    services = build_services(settings, store, groups, places=places)
+    async with store.setting_up():
+        app.state.dev_key = dev_key = await ensure_dev_key(store, settings.data_dir)
+        admin_key = await store.read(lambda db: authenticate(db, dev_key))
+        app.state.admin_key_id = None if admin_key is None else admin_key.key_id
+        places: RuntimePlaces | None = None
+        if settings.ray is not None:
+            _, leave = await connect(settings.ray)
+            closing.push_async_callback(leave)
+            places = on_cluster(settings)
+        services = build_services(settings, store, groups, places=places)
     lifecycle.on_drain(services.stop)
     closing.push_async_callback(lifecycle.drain)
     await services.start()

@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 import re
+import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +124,20 @@ class Settings(BaseSettings):
         20.0,
         description="GiB in the data folder for copies of checkpoints that are in that storage; the ones unused for "
         "longest give way, those in use stay.",
+    )
+    database_url: str | None = Field(
+        None,
+        description="Database of everything that is a row. Unset: SQLite, in the data folder. "
+        "postgresql+asyncpg://USER@HOST/DATABASE: PostgreSQL, which several servers may share (docs/postgres.md); a "
+        "password is better given in the environment variable, or in a file that PGPASSFILE names.",
+    )
+    edge_lease: float = Field(
+        15.0,
+        ge=2,
+        le=600,
+        allow_inf_nan=False,
+        description="Seconds without a sign of life after which other servers on the same PostgreSQL database take "
+        "over what a server was doing.",
     )
     base_model: Annotated[tuple[BaseModelSource, ...], NoDecode] = Field(
         (BaseModelSource(name=DEFAULT_BASE_MODEL),),
@@ -411,6 +426,15 @@ class Settings(BaseSettings):
     def keep_undelivered(self) -> float:
         """`result_retention_undelivered`, seconds."""
         return self.result_retention_undelivered
+
+    @property
+    def scratch_dir(self) -> Path:
+        """What this server alone works with: the data folder, or a part of it where other servers share that."""
+        from store.postgres import is_postgres  # not for every command: it takes a moment
+
+        if not is_postgres(self.database_url):
+            return self.data_dir
+        return self.data_dir / "edges" / f"{socket.gethostname()}-{self.port or os.getpid()}"
 
     @property
     def metadata_only_above(self) -> int:

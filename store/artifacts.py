@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from schemas.errors import NotFound, Unavailable
-from store.files import fsync_file, fsync_folder, make_private_folder
+from store.files import fsync_file, fsync_folder, is_older, make_private_folder
 
 _log = logging.getLogger(__name__)
 _FOLDER = re.compile(r"[0-9a-f]{32}")
@@ -86,8 +86,10 @@ class ArtifactStore(Protocol):
         """Remove a folder that no row names; what is gone already is passed over. Raises `OSError`."""
         ...
 
-    async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
+    async def sweep_incomplete(self, keep: Collection[str], older_than: float = 0.0) -> list[str]:
         """At start-up: remove what no row names (`keep`: the names that rows have). Returns the names.
+
+        What was made within `older_than` seconds is left alone: it may be another server's.
 
         Raises:
             Unavailable: the place cannot be used.
@@ -195,20 +197,21 @@ class FolderArtifacts:
         for unfinished in self._root.glob(f".{path.name}.*"):
             _remove(unfinished)
 
-    async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
+    async def sweep_incomplete(self, keep: Collection[str], older_than: float = 0.0) -> list[str]:
         """At start-up: remove the folders that no row names (`checkpoints.checkpoint_folders`) and half-written ones.
 
-        Things in the folder that we did not make are left alone, and logged.
+        Things in the folder that we did not make are left alone, and logged. So are, without a word, those that were
+        made within `older_than` seconds: they may be another server's.
 
         Returns:
             The names that were removed.
         """
-        return await asyncio.to_thread(self._sweep, keep)
+        return await asyncio.to_thread(self._sweep, keep, older_than)
 
-    def _sweep(self, keep: Collection[str]) -> list[str]:
+    def _sweep(self, keep: Collection[str], older_than: float) -> list[str]:
         swept = []
         for path in sorted(self._root.iterdir()):
-            if path.name in keep:
+            if path.name in keep or not is_older(path, older_than):
                 continue
             if _OURS.fullmatch(path.name) is None:
                 _log.warning("left alone among the checkpoints: %r", path.name)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from schemas.errors import NotFound, TinsmithError, Unavailable
-from store.files import fsync_folder, make_private_folder, write_new
+from store.files import fsync_folder, is_older, make_private_folder, write_new
 from store.records import Body, BodyRef
 
 INLINE_LIMIT = 64 * 1024
@@ -81,9 +81,12 @@ class Bodies:
             async with self._slots:
                 await asyncio.to_thread(_unlink, paths)
 
-    async def sweep(self, keep: Collection[str]) -> int:
-        """At start-up: remove every body file that no row names (`operations.body_names`). Returns how many."""
-        return await asyncio.to_thread(self._sweep, keep)
+    async def sweep(self, keep: Collection[str], older_than: float = 0.0) -> int:
+        """At start-up: remove every body file that no row names (`operations.body_names`). Returns how many.
+
+        `older_than`: only those that were written so many seconds ago; younger ones may be another server's.
+        """
+        return await asyncio.to_thread(self._sweep, keep, older_than)
 
     def _path(self, name: str) -> Path:
         if _NAME.fullmatch(name) is None:
@@ -111,8 +114,12 @@ class Bodies:
             raise TinsmithError("a stored body is damaged", code="damaged_body")
         return data
 
-    def _sweep(self, keep: Collection[str]) -> int:
-        stray = [path for path in self._root.iterdir() if path.name not in keep and _NAME.fullmatch(path.name)]
+    def _sweep(self, keep: Collection[str], older_than: float) -> int:
+        stray = [
+            path
+            for path in self._root.iterdir()
+            if path.name not in keep and _NAME.fullmatch(path.name) and is_older(path, older_than)
+        ]
         _unlink(stray)
         return len(stray)
 

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, cast
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import AlreadyExists
 from schemas.operations import LoraSpec
 from store.events import EventName, add_event
+from store.holding import held, held_alone
 from store.records import CheckpointKind, CheckpointRecord
 from store.tables import Checkpoint, Operation, Run
 from store.usage import begin_storage, end_storage
@@ -126,8 +127,9 @@ async def find_readable(
 
 
 async def get_readable(db: AsyncSession, project_id: str, checkpoint_id: str) -> CheckpointRecord | None:
-    """The checkpoint of this id, or None if it does not exist or this project may not read it (any more)."""
-    row = await db.get(Checkpoint, checkpoint_id)
+    """The checkpoint of this id, or None if it does not exist or this project may not read it (any more). Within a
+    write it stays."""
+    row = await db.scalar(held(db, _by_id(checkpoint_id)))
     return _record(row) if row is not None and (row.public or row.project_id == project_id) else None
 
 
@@ -166,7 +168,7 @@ async def set_checkpoint_expiry(
     now: datetime | None = None,
 ) -> None:
     """Change when a checkpoint is swept; None keeps it. `by` is the id of the key that asked, for the audit log."""
-    row = await db.get(Checkpoint, checkpoint_id)
+    row = await db.scalar(held_alone(db, _by_id(checkpoint_id)))
     if row is None:
         return
     row.expires_at = expires_at
@@ -179,7 +181,7 @@ async def set_checkpoint_public(
     db: AsyncSession, checkpoint_id: str, public: bool, *, by: str | None = None, now: datetime | None = None
 ) -> None:
     """Let other projects read a checkpoint by its path, or end that. `by`: the key that asked, for the audit log."""
-    row = await db.get(Checkpoint, checkpoint_id)
+    row = await db.scalar(held_alone(db, _by_id(checkpoint_id)))
     if row is None or row.public == public:
         return
     row.public = public
@@ -199,12 +201,13 @@ async def expired_checkpoints(db: AsyncSession, now: datetime) -> list[Checkpoin
 async def delete_checkpoint(
     db: AsyncSession, checkpoint_id: str, *, reason: str = "deleted", by: str | None = None, now: datetime | None = None
 ) -> str | None:
-    """Forget a checkpoint. Returns its folder, to be deleted after the commit; None if there is no such checkpoint.
+    """Forget a checkpoint. Returns its folder, to be deleted after the commit; None if there is no such checkpoint, or
+    if it is to go because it has `expired` and a pending sample still reads it.
 
     `reason` and `by` (the id of the key that asked) are for the audit log.
     """
-    row = await db.get(Checkpoint, checkpoint_id)
-    if row is None:
+    row = await db.scalar(_by_id(checkpoint_id).with_for_update())
+    if row is None or (reason == "expired" and await _is_read(db, checkpoint_id)):
         return None
     await _remove(db, row, now or datetime.now(UTC), {"reason": reason, "key_id": by})
     return row.folder
@@ -215,11 +218,20 @@ async def checkpoint_folders(db: AsyncSession) -> frozenset[str]:
     return frozenset(await db.scalars(select(Checkpoint.folder)))
 
 
+async def _is_read(db: AsyncSession, checkpoint_id: str) -> bool:
+    reading = (Operation.state == "pending", Operation.checkpoint_id == checkpoint_id)
+    return await db.scalar(select(Operation.request_id).where(*reading).limit(1)) is not None
+
+
+def _by_id(checkpoint_id: str) -> Select[Checkpoint]:
+    return select(Checkpoint).where(Checkpoint.checkpoint_id == checkpoint_id)
+
+
 async def _named(
     db: AsyncSession, project_id: str, model_id: str, kind: CheckpointKind, name: str
 ) -> Checkpoint | None:
     wanted = (Checkpoint.model_id == model_id, Checkpoint.kind == kind, Checkpoint.name == name)
-    return await db.scalar(select(Checkpoint).where(Checkpoint.project_id == project_id, *wanted))
+    return await db.scalar(held_alone(db, select(Checkpoint).where(Checkpoint.project_id == project_id, *wanted)))
 
 
 async def _remove(db: AsyncSession, row: Checkpoint, now: datetime, details: Mapping[str, Any]) -> None:

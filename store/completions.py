@@ -1,7 +1,8 @@
 """The operation log as a list of outcomes: what was settled in a scope, in order, and what may be dropped of it.
 
-Places are given by the one writer with the outcome itself, so the list has no holes and survives restarts; a client
-that remembers the last place it saw misses nothing. Not responsible for waiting (`app/services/completions.py`).
+Places are given with the outcome itself, one after the other (`store.operations`), so the list has no holes and
+survives restarts; a client that remembers the last place it saw misses nothing. Not responsible for waiting
+(`app/services/completions.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Client:
 
 async def completions(db: AsyncSession, client: Client, after: int, limit: int) -> list[Completion]:
     """Up to `limit` outcomes behind place `after`, in order. An expired result counts as failed: it cannot be had."""
-    size = func.coalesce(func.length(Operation.result_inline), func.json_extract(Operation.result_ref, "$.size"))
+    size = func.coalesce(func.length(Operation.result_inline), Operation.result_ref["size"].as_integer())
     columns = (Operation.request_id, Operation.settled_seq, Operation.state, size)
     behind = (*_of(client), Operation.settled_seq > after, Operation.state.in_(_SETTLED))
     rows = await db.execute(select(*columns).where(*behind).order_by(Operation.settled_seq).limit(limit))

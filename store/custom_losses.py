@@ -7,6 +7,7 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from store.holding import in_turn
 from store.tables import CustomLoss
 
 
@@ -28,6 +29,7 @@ async def get_graph(db: AsyncSession, project_id: str, loss_id: str) -> str | No
 
 
 async def count_losses(db: AsyncSession, session_id: str) -> int:
-    """How many losses a session has."""
+    """How many losses a session has. Within a write nobody adds one until its commit."""
+    await in_turn(db, f"losses {session_id}")
     wanted = select(func.count()).select_from(CustomLoss).where(CustomLoss.session_id == session_id)
     return await db.scalar(wanted) or 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import time
 from pathlib import Path
 
 
@@ -43,6 +44,14 @@ def make_private_folder(folder: Path) -> None:
             raise
     else:
         fsync_folder(folder.parent)
+
+
+def is_older(path: Path, seconds: float) -> bool:
+    """Whether a file or folder was last written at least so long ago; one that has gone was not."""
+    try:
+        return path.lstat().st_mtime <= time.time() - seconds
+    except FileNotFoundError:
+        return False
 
 
 def claim_folder(folder: Path, mark: str) -> None:

@@ -318,7 +318,7 @@ class ObjectArtifacts:
         await self._storage.delete([_complete_key(folder_name)])
         await self._storage.delete(list(await self._storage.objects(f"checkpoints/{folder_name}")))
 
-    async def sweep_incomplete(self, keep: Collection[str]) -> list[str]:
+    async def sweep_incomplete(self, keep: Collection[str], older_than: float = 0.0) -> list[str]:
         """Make the disk, the storage and the rows agree. See `ArtifactStore`.
 
         Checkpoints that are on the disk only, from before there was a storage, are uploaded. What no row names is
@@ -333,7 +333,7 @@ class ObjectArtifacts:
             hint = "see the settings artifacts_url, artifacts_endpoint and artifacts_region"
             raise Unavailable(error.message, hint=hint) from error
         record_place(self._data_dir, self._url)
-        swept = await self._disk.sweep_incomplete(keep)
+        swept = await self._disk.sweep_incomplete(keep, older_than)
         here = await asyncio.to_thread(self._on_disk, keep)
         for name in here:
             if name not in complete:

@@ -19,11 +19,14 @@ from sqlalchemy.orm import aliased
 
 from schemas.errors import SeqIdConflict, TinsmithError
 from store.error_codec import error_from_json, error_to_json
+from store.holding import held_alone, in_turn, may_meet_others
 from store.records import Body, BodyRef, NewOperation, OperationRecord, OperationState
 from store.snapshots import needed_for_replay
 from store.tables import Operation
 
 _REFUSED = "refused"
+_AT_ONCE = 500
+"""Ids in one statement: databases bound their number."""
 
 
 async def append(db: AsyncSession, new: NewOperation) -> tuple[OperationRecord, bool]:
@@ -38,7 +41,8 @@ async def append(db: AsyncSession, new: NewOperation) -> tuple[OperationRecord, 
     """
     known = None
     if new.seq_id is not None:
-        known = await db.scalar(select(Operation).where(Operation.scope == new.scope, Operation.seq_id == new.seq_id))
+        under_key = select(Operation).where(Operation.scope == new.scope, Operation.seq_id == new.seq_id)
+        known = await db.scalar(held_alone(db, under_key))
     if known is not None and known.state != _REFUSED:
         if (known.project_id, known.kind, known.digest) != (new.project_id, new.kind, new.digest):
             raise SeqIdConflict(
@@ -93,7 +97,11 @@ async def record_refusal(db: AsyncSession, project_id: str, scope: str, seq_id: 
 
 
 async def highest_seq(db: AsyncSession, scope: str) -> int | None:
-    """The highest `seq_id` that was used in a scope, refused ones included; None if none was."""
+    """The highest `seq_id` that was used in a scope, refused ones included; None if none was.
+
+    Within a write the number after it is the caller's, who uses it before anybody else gets one.
+    """
+    await in_turn(db, f"number {scope}")
     return await db.scalar(select(func.max(Operation.seq_id)).where(Operation.scope == scope))
 
 
@@ -174,6 +182,16 @@ async def count_deaths(db: AsyncSession, running: Collection[str], again: Collec
     return len((await db.scalars(change.returning(Operation.request_id))).all())
 
 
+async def still_pending(db: AsyncSession, request_ids: Collection[str]) -> list[OperationRecord]:
+    """Those of these operations that have no outcome yet, in the order of `unfinished`."""
+    order = (Operation.scope, Operation.seq_id, Operation.created_at)
+    ids, found = list(request_ids), []
+    for start in range(0, len(ids), _AT_ONCE):
+        chosen = (Operation.state == "pending", Operation.request_id.in_(ids[start : start + _AT_ONCE]))
+        found += [_record(row) for row in await db.scalars(select(Operation).where(*chosen).order_by(*order))]
+    return found
+
+
 async def expire_results(
     db: AsyncSession, delivered_before: datetime, undelivered_before: datetime, *, limit: int = 500
 ) -> list[BodyRef]:
@@ -219,9 +237,13 @@ async def _settle(
     db: AsyncSession, request_id: str, state: OperationState, now: datetime, outcome: dict[str, Any]
 ) -> bool:
     pending = (Operation.request_id == request_id, Operation.state == "pending")
+    if may_meet_others(db):
+        # Whoever reads a place has all places before it: the next one is given when the one before is committed.
+        scope = await db.scalar(select(Operation.scope).where(*pending))
+        await in_turn(db, f"settle {scope}")
     before = aliased(Operation)
     last = select(func.coalesce(func.max(before.settled_seq), 0)).where(before.scope == Operation.scope)
-    place = last.scalar_subquery() + 1  # one writer: whoever reads a place has all places before it
+    place = last.scalar_subquery() + 1
     outcome |= {"state": state, "finished_at": now, "settled_seq": place, "deaths": 0}
     change = update(Operation).where(*pending).values(**outcome)
     settled = await db.scalars(change.returning(Operation.request_id))

@@ -12,14 +12,17 @@ import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from schemas.errors import Unavailable
 from store.connections import database_path
 from store.migrate import known_schemas, newer_schema
+from store.postgres import is_postgres
+from store.read_only_postgres import NoSuchTable, open_postgres
 from store.records import BodyRef
 
 _WAIT_SECONDS = 10.0
@@ -61,6 +64,28 @@ def running_server(data_dir: Path) -> str | None:
     return None
 
 
+class Reader(Protocol):
+    """A connection, of either database, as the functions below use it."""
+
+    def execute(self, query: str, /) -> Iterable[Any]:
+        """The rows of a query."""
+        ...
+
+
+@contextmanager
+def open_reader(data_dir: Path, url: str | None) -> Iterator[Reader]:
+    """A connection that cannot write to the database of a data folder; `url` None or of SQLite: the file in it.
+
+    Raises `Unavailable` as `open_database` and `open_postgres`.
+    """
+    if url is not None and is_postgres(url):
+        with open_postgres(url) as reader:
+            yield reader
+    else:
+        with open_database(data_dir) as connection:
+            yield connection
+
+
 @contextmanager
 def open_database(data_dir: Path) -> Iterator[sqlite3.Connection]:
     """A connection that cannot write, in one read transaction: everything that is read belongs to one moment.
@@ -72,6 +97,13 @@ def open_database(data_dir: Path) -> Iterator[sqlite3.Connection]:
         Unavailable: there is no database, or it cannot be read.
     """
     path = database_path(data_dir, None)
+    if not path.is_file() and (data_dir / "pepper").is_file():
+        raise Unavailable(
+            f"{path.name} is not in the data folder: its rows are in another database",
+            hint="give `tinsmith doctor` its database_url; for a backup of PostgreSQL stop the servers, run pg_dump, "
+            "and copy the folder with cp -a (docs/postgres.md)",
+            code="database_elsewhere",
+        )
     if not path.is_file():
         raise Unavailable(
             f"there is no data folder: {path.name} is missing",
@@ -112,23 +144,23 @@ def _connect(path: Path, running: bool, stack: ExitStack) -> sqlite3.Connection:
     return connection
 
 
-def schema_of(connection: sqlite3.Connection) -> str | None:
+def schema_of(connection: Reader) -> str | None:
     """The version of the schema; None if the database has none."""
     try:
-        row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-    except sqlite3.OperationalError:
+        rows = list(connection.execute("SELECT version_num FROM alembic_version"))
+    except (sqlite3.OperationalError, NoSuchTable):
         return None
-    return None if row is None else str(row[0])
+    return str(rows[0][0]) if rows else None
 
 
-def require_known_schema(connection: sqlite3.Connection) -> None:
+def require_known_schema(connection: Reader) -> None:
     """Raise `Unavailable` (`newer_schema`) for a database that a newer version wrote."""
     found = schema_of(connection)
     if found is not None and found not in known_schemas():
         raise newer_schema(found)
 
 
-def checkpoint_files(connection: sqlite3.Connection) -> list[CheckpointFiles]:
+def checkpoint_files(connection: Reader) -> list[CheckpointFiles]:
     """Every checkpoint that has a row."""
     columns = "checkpoint_id, model_id, kind, name, folder, size_bytes, encrypted"
     rows = connection.execute(f"SELECT {columns} FROM checkpoints ORDER BY created_at")
@@ -138,7 +170,7 @@ def checkpoint_files(connection: sqlite3.Connection) -> list[CheckpointFiles]:
     ]
 
 
-def body_files(connection: sqlite3.Connection) -> dict[str, BodyRef]:
+def body_files(connection: Reader) -> dict[str, BodyRef]:
     """Every body that is in a file, by the file's name."""
     rows = connection.execute(
         "SELECT body_ref, result_ref FROM operations WHERE body_ref IS NOT NULL OR result_ref IS NOT NULL"
@@ -147,9 +179,10 @@ def body_files(connection: sqlite3.Connection) -> dict[str, BodyRef]:
     return {ref.name: ref for ref in refs}
 
 
-def snapshot_files(connection: sqlite3.Connection) -> dict[str, BodyRef]:
+def snapshot_files(connection: Reader) -> dict[str, BodyRef]:
     """Every snapshot of a live run, by its file's name. Older schemas have none."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'snapshots'").fetchall():
+    try:
+        rows = list(connection.execute("SELECT file, size_bytes, sha256 FROM snapshots"))
+    except sqlite3.OperationalError:
         return {}
-    rows = connection.execute("SELECT file, size_bytes, sha256 FROM snapshots")
     return {file: BodyRef(file, size, sha256) for file, size, sha256 in rows}

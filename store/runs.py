@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import SeqIdConflict
 from schemas.operations import LoraSpec
+from store.holding import held_alone
 from store.records import RunRecord, RunState
 from store.tables import Run
 
@@ -68,8 +69,8 @@ async def create_run(
 
 
 async def get_run(db: AsyncSession, project_id: str, model_id: str) -> RunRecord | None:
-    """The run, or None if it does not exist or belongs to another project."""
-    row = await db.get(Run, model_id)
+    """The run, or None if it does not exist or belongs to another project. Within a write it stays as it is."""
+    row = await db.scalar(held_alone(db, select(Run).where(Run.model_id == model_id)))
     return _record(row) if row is not None and row.project_id == project_id else None
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
-from sqlalchemy import ColumnElement, and_, exists, false, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, String, and_, false, func, or_, select, update
+from sqlalchemy import cast as cast_to
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from store.events import add_event
+from store.holding import held, held_alone
 from store.records import SessionRecord, SessionState, SessionSummaryRecord
 from store.tables import Checkpoint, Run, Session
 
@@ -100,17 +103,21 @@ async def search_sessions(
         either.append(and_(*(shown.contains(word.lower(), autoescape=True) for word in words)))
     if either:
         wanted.append(or_(*either))
-    for name, value in (user_metadata or {}).items():
-        pairs = func.json_each(Session.user_metadata).table_valued("key", "value")
-        wanted.append(exists(select(1).select_from(pairs).where(pairs.c.key == name, pairs.c.value == value)))
+    pairs = dict(user_metadata or {})
+    for pair in pairs.items():
+        # Narrows the search; a pair that is nested deeper looks the same, so what is found is looked at again.
+        written = json.dumps(dict([pair]))[1:-1]
+        wanted.append(cast_to(Session.user_metadata, String).contains(written, autoescape=True))
     if statuses is not None:
         wanted.append(or_(false(), *(_has_status(state, reason) for state, reason in statuses)))
-    if after is not None:
-        created_at, last_id = after
-        older = and_(Session.created_at == created_at, Session.session_id < last_id)
-        wanted.append(or_(Session.created_at < created_at, older))
-    order = (Session.created_at.desc(), Session.session_id.desc())
-    rows = list(await db.scalars(select(Session).where(*wanted).order_by(*order).limit(limit)))
+    rows: list[Session] = []
+    while len(rows) < limit:
+        page = await _page(db, wanted, after, limit)
+        rows += [row for row in page if pairs.items() <= _texts(row.user_metadata).items()]
+        if len(page) < limit:
+            break
+        after = (page[-1].created_at, page[-1].session_id)
+    rows = rows[:limit]
     stored = await _stored(db, [row.session_id for row in rows])
     return [SessionSummaryRecord(_record(row), *stored.get(row.session_id, (0, 0))) for row in rows]
 
@@ -129,7 +136,7 @@ async def finish_session(
 
     `by` is the id of the key that asked for it, for the audit log.
     """
-    row = await _find(db, project_id, session_id)
+    row = await _find(db, project_id, session_id, held_alone)
     if row is None:
         return None
     if row.state == "active":
@@ -156,13 +163,29 @@ async def silent_sessions(db: AsyncSession, before: datetime) -> list[SessionRec
 
 async def expire_session(db: AsyncSession, session_id: str, now: datetime) -> bool:
     """End a silent session. False if it was over already (or never was)."""
-    row = await db.get(Session, session_id)
+    row = await db.scalar(held_alone(db, select(Session).where(Session.session_id == session_id)))
     if row is None or row.state != "active":
         return False
     row.state, row.ended_at = "expired", now
     await db.flush()
     await add_event(db, row.project_id, "session_expired", now, {"session_id": session_id})
     return True
+
+
+async def _page(
+    db: AsyncSession, wanted: Sequence[ColumnElement[bool]], after: tuple[datetime, str] | None, limit: int
+) -> list[Session]:
+    chosen = select(Session).where(*wanted)
+    if after is not None:
+        created_at, last_id = after
+        older = and_(Session.created_at == created_at, Session.session_id < last_id)
+        chosen = chosen.where(or_(Session.created_at < created_at, older))
+    order = (Session.created_at.desc(), Session.session_id.desc())
+    return list(await db.scalars(chosen.order_by(*order).limit(limit)))
+
+
+def _texts(user_metadata: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in user_metadata.items() if isinstance(value, str)}
 
 
 def _has_status(state: SessionState, reason: str | None) -> ColumnElement[bool]:
@@ -177,11 +200,13 @@ async def _stored(db: AsyncSession, session_ids: Sequence[str]) -> dict[str, tup
     )
     wanted = (Run.session_id.in_(session_ids), Checkpoint.name.is_not(None))
     rows = await db.execute(sizes.where(*wanted).group_by(Run.session_id))
-    return {session_id: (count, size) for session_id, count, size in rows}
+    return {session_id: (count, int(size)) for session_id, count, size in rows}
 
 
-async def _find(db: AsyncSession, project_id: str, session_id: str) -> Session | None:
-    row = await db.get(Session, session_id)
+async def _find(
+    db: AsyncSession, project_id: str, session_id: str, hold: Callable[[AsyncSession, Select[Any]], Select[Any]] = held
+) -> Session | None:
+    row: Session | None = await db.scalar(hold(db, select(Session).where(Session.session_id == session_id)))
     return row if row is not None and row.project_id == project_id else None
 
 

@@ -219,7 +219,7 @@ class Operation(Base):
     """A body is either inline (`*_inline`) or a reference to a file (`*_ref`); both NULL once expired. `settled_seq`
     numbers the outcomes of a scope in the order in which they became durable. `checkpoint_id` is what a sample reads:
     it stays as long as such a sample is pending. `deaths` is how often a server was killed while it executed the
-    operation, in a row as long as that is pending."""
+    operation, in a row as long as that is pending. `edge_id`: of several servers, the one that runs a sample."""
 
     __tablename__ = "operations"
     __table_args__ = (
@@ -243,6 +243,7 @@ class Operation(Base):
     delivered_at: Mapped[datetime | None]
     settled_seq: Mapped[int | None]
     checkpoint_id: Mapped[str | None]
+    edge_id: Mapped[str | None]
     body_ref: Mapped[dict[str, Any] | None]
     result_ref: Mapped[dict[str, Any] | None]
     body_inline: Mapped[bytes | None]
@@ -263,6 +264,26 @@ class Snapshot(Base):
     size_bytes: Mapped[int]
     sha256: Mapped[str]
     created_at: Mapped[datetime]
+
+
+class Edge(Base):
+    """A server of several on one database. It is alive `until` a time of the database's clock."""
+
+    __tablename__ = "edges"
+
+    edge_id: Mapped[str] = mapped_column(primary_key=True)
+    started_at: Mapped[datetime]
+    until: Mapped[datetime]
+
+
+class RunLease(Base):
+    """Which server executes the operations of a run. `fence` grows whenever another one takes the run over."""
+
+    __tablename__ = "run_leases"
+
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.model_id"), primary_key=True)
+    edge_id: Mapped[str] = mapped_column(index=True)
+    fence: Mapped[int]
 
 
 class Event(Base):

@@ -12,9 +12,10 @@ from datetime import datetime
 from typing import Any, Literal, cast
 
 from sqlalchemy import func, or_, select, update
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from store.holding import may_meet_others
 from store.records import StorageRecord, TokenUsageRecord
 from store.tables import Checkpoint, Session, StoredCheckpoint, TokenUsage
 
@@ -32,6 +33,7 @@ async def add_tokens(
 ) -> None:
     """Add tokens of each kind to the hour of `now`. Zero adds no row."""
     bucket = now.replace(minute=0, second=0, microsecond=0)
+    insert = postgresql.insert if may_meet_others(db) else sqlite.insert
     for kind, count in tokens.items():
         if count == 0:
             continue
@@ -44,7 +46,9 @@ async def add_tokens(
             tokens=count,
         )
         key = ("project_id", "bucket_start", "kind", "base_model", "session_id")
-        await db.execute(row.on_conflict_do_update(key, set_={"tokens": TokenUsage.tokens + row.excluded.tokens}))
+        await db.execute(
+            row.on_conflict_do_update(index_elements=key, set_={"tokens": TokenUsage.tokens + row.excluded.tokens})
+        )
 
 
 async def tokens_between(db: AsyncSession, project_id: str, start: datetime, end: datetime) -> list[TokenUsageRecord]:

@@ -31,7 +31,7 @@ def idle_folder(spec: WorkerSpec, kind: str = "adapters") -> Path:
 
 
 def _idle_root(spec: WorkerSpec, kind: str) -> Path:
-    return Path(spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
+    return Path(spec.scratch or spec.data_dir) / f"idle_{kind}" / spec.model.replace("/", "--").replace(":", "--")
 
 
 def delete_leftovers(spec: WorkerSpec) -> None:

@@ -34,6 +34,7 @@ class WorkerSpec:
         gradient_checkpointing: compute activations twice instead of keeping them; "auto" where they would not fit.
         adapter_memory_gib: memory for live training runs in GiB (2^30 bytes), above which idle ones go to disk;
             None = a share of what is free.
+        scratch: where the worker keeps what it makes again itself, such as idle adapters; "" = `data_dir`.
         builder: "module:function" called in the worker process as `function(spec, progress)`; returns the worker.
     """
 
@@ -59,4 +60,5 @@ class WorkerSpec:
     micro_batch_tokens: int | None = None
     gradient_checkpointing: Literal["off", "on", "auto"] = "auto"
     adapter_memory_gib: float | None = None
+    scratch: str = ""
     builder: str = "workers.build:build_worker"

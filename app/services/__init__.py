@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,9 @@ from app.services.folders import Folders
 from app.services.futures import Futures
 from app.services.history import ModelHistory
 from app.services.housekeeping import Housekeeping
+from app.services.leases import Leases
 from app.services.operations import Operations
+from app.services.ownership import Ownership
 from app.services.recovery import Recovery
 from app.services.runs import Runs
 from app.services.sampling import Sampling
@@ -46,6 +49,8 @@ from store.artifact_place import open_artifacts
 from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
+from store.files import make_private_folder
+from store.notices import Notices
 from store.snapshot_files import SnapshotFiles
 from store.under_way import UnderWayFile
 from workers.group import WorkerGroup
@@ -69,6 +74,11 @@ class ServiceSettings(Protocol):
 
     @property
     def data_dir(self) -> Path: ...
+    @property
+    def scratch_dir(self) -> Path:
+        """A folder of this server alone."""
+        ...
+
     @property
     def base_models(self) -> dict[str, str | None]:
         """Served name -> source (a local folder, a hub id, or None for the built-in default)."""
@@ -138,6 +148,8 @@ class ServiceSettings(Protocol):
     @property
     def sweep_interval(self) -> float: ...
     @property
+    def edge_lease(self) -> float: ...
+    @property
     def token_lifetime(self) -> float: ...
     @property
     def worker_start_timeout(self) -> float: ...
@@ -168,6 +180,8 @@ class Services:
     copies: Copies
     housekeeping: Housekeeping
     recovery: Recovery
+    ownership: Ownership | None
+    """Of a server that shares its database with others."""
     audit: Audit
     usage: Usage
     traces: Traces
@@ -180,7 +194,10 @@ class Services:
 
     async def start(self) -> None:
         """Recover from an earlier process, then start the runtimes (in the background) and the sweeper."""
-        await self.recovery.run()
+        if self.ownership is None:
+            await self.recovery.run()
+        else:
+            await self.ownership.start()
         await self.models.start()
         await self.housekeeping.start()
 
@@ -191,9 +208,13 @@ class Services:
         self.marked.close()
         self.operations.stopping()
         over = asyncio.get_running_loop().call_later(grace, self.artifacts.give_up)
+        if self.ownership is not None:
+            self.ownership.leaving()
         await self.models.stop(grace)
         over.cancel()
         await self.operations.retry_unsettled()
+        if self.ownership is not None:
+            await self.ownership.stop()
         # Polls are held until here: a client whose polls return at once asks hundreds of times a second.
         self.futures.wake_all()
         self.completions.close()
@@ -258,6 +279,7 @@ def build_services(
         futures.wake(request_id)
         completions.wake(scope)
 
+    leases = None if store.shared is None else Leases(store, secrets.token_hex(8))
     operations = Operations(
         store,
         bodies,
@@ -265,11 +287,13 @@ def build_services(
         new_id=new_id,
         clock=clock,
         wake=wake,
+        leases=leases,
     )
 
-    history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock)
+    history = ModelHistory(store, bodies, SnapshotFiles(settings.data_dir), operations, clock, leases)
 
-    marked = UnderWayFile(settings.data_dir)
+    make_private_folder(settings.scratch_dir)
+    marked = UnderWayFile(settings.scratch_dir)
 
     def mark(now: Mark, durable: bool) -> None:
         marked.write(now.running, now.again, durable)
@@ -293,7 +317,7 @@ def build_services(
         if added.tokenizer_id is not None:
             tokenizers.setdefault(added.name, added.tokenizer_id)
     models = BaseModels(sources, tokenizers, settings.data_dir, make_runtime, models_lost)
-    runs = Runs(store, models, operations, clock)
+    runs = Runs(store, models, operations, clock, leases)
     checkpoints = Checkpoints(store, artifacts, clock)
     stability = Stability(store, settings.stability_retention, clock)
     custom_losses = CustomLosses(store, new_id=new_id, clock=clock)
@@ -324,6 +348,10 @@ def build_services(
         max_waiting_samples=settings.max_waiting_samples,
         clock=clock,
     )
+
+    async def sweeps() -> bool:
+        return ownership is not None and await ownership.sweeps()
+
     housekeeping = Housekeeping(
         store=store,
         bodies=bodies,
@@ -340,6 +368,7 @@ def build_services(
         keep_undelivered=settings.keep_undelivered,
         keep_lines=settings.log_retention,
         clock=clock,
+        sweeps=None if leases is None else sweeps,
     )
     recovery = Recovery(
         store=store,
@@ -354,6 +383,22 @@ def build_services(
         history=history,
         under_way=marked,
     )
+    ownership = None
+    if leases is not None and store.shared is not None:
+        ownership = Ownership(
+            store=store,
+            leases=leases,
+            seconds=settings.edge_lease,
+            make_notices=partial(Notices, store.shared),
+            bodies=bodies,
+            artifacts=artifacts,
+            models=models,
+            operations=operations,
+            runs=runs,
+            recovery=recovery,
+            futures=futures,
+            completions=completions,
+        )
     door_models = DoorModels(models, sampling, checkpoints)
 
     def make_run(project_id: str) -> DoorRun:
@@ -386,6 +431,7 @@ def build_services(
         copies=Copies(store, checkpoints, new_id=new_id, clock=clock),
         housekeeping=housekeeping,
         recovery=recovery,
+        ownership=ownership,
         audit=Audit(store, clock),
         usage=Usage(store, clock),
         traces=Traces(store, signed, housekeeping.write_activity, clock),

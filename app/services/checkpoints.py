@@ -181,7 +181,7 @@ class Checkpoints:
         record = await self.find(project_id, path, field="checkpoint_id")
         await self._remove(record.checkpoint_id, "deleted", by)
 
-    async def _remove_replaced(self) -> None:
+    async def remove_replaced(self) -> None:
         """Remove the folders of overwritten checkpoints, but none that a row names: its transaction may have failed."""
         replaced, self._replaced = self._replaced, []
         named = await self._store.read(checkpoints.checkpoint_folders) if replaced else frozenset()
@@ -231,7 +231,7 @@ class Checkpoints:
         for record in expired:
             fail_point("expiry.found")
             await self._remove(record.checkpoint_id, "expired", None)
-        await self._remove_replaced()
+        await self.remove_replaced()
         if expired:
             logger.info("%d checkpoints were past their time to live and are deleted", len(expired))
 

@@ -82,6 +82,10 @@ class Futures:
         """Wake every poll that waits for `request_id`; its outcome is durable."""
         self._waiters.wake(request_id)
 
+    def look_again(self) -> None:
+        """Wake every poll: something may have become durable unnoticed."""
+        self._waiters.wake_all()
+
     def wake_all(self) -> None:
         """End every held poll (the server is stopping); later polls are not held."""
         self._waiters.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from app.services.leases import LeaseLost, Leases
 from app.services.operations import Operations
 from app.services.runs import lost
 from app.services.training import creation_scope
@@ -25,7 +26,7 @@ from store import runs as run_rows
 from store import snapshots as snapshot_rows
 from store.bodies import Bodies
 from store.database import Store
-from store.records import LoggedOperation, OperationRecord, RunRecord, SnapshotRecord
+from store.records import BodyRef, LoggedOperation, OperationRecord, RunRecord, SnapshotRecord
 from store.snapshot_files import SnapshotFiles
 from workers.recovery import Past, PastOperation, Snapshot
 
@@ -39,7 +40,7 @@ STRAY_SECONDS = 3600.0
 
 
 class ModelHistory:
-    """Implements `workers.recovery.History` on the store. `clock` is the time, aware UTC."""
+    """Implements `workers.recovery.History` on the store. `clock` is the time, aware UTC; `leases` as `Operations`."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class ModelHistory:
         files: SnapshotFiles,
         operations: Operations,
         clock: Callable[[], datetime],
+        leases: Leases | None = None,
     ) -> None:
         self._store = store
         self._bodies = bodies
         self._files = files
         self._operations = operations
         self._clock = clock
+        self._leases = leases
 
     async def recall(self, model_id: str) -> Past:
         """See `History.recall`."""
@@ -119,8 +122,16 @@ class ModelHistory:
         new = SnapshotRecord(
             Path(path).name, model_id, applied_seq, saved.size_bytes, saved.sha256, created_at=self._clock()
         )
+
+        async def rows(db: AsyncSession) -> tuple[list[str], list[BodyRef]] | None:
+            if self._leases is not None:
+                await self._leases.require(db, model_id)
+            return await snapshot_rows.add_snapshot(db, new)
+
         try:
-            unneeded = await self._store.write(lambda db: snapshot_rows.add_snapshot(db, new))
+            unneeded = await self._store.write(rows)
+        except LeaseLost:
+            return False
         except Unavailable as error:
             logger.warning("a snapshot of %s is not recorded yet: %s", model_id, error.message)
             return False

@@ -43,6 +43,7 @@ class Housekeeping:
         keep_lines: seconds that lines of the log are kept after the end of their session.
         clock: the time, aware UTC.
         monotonic: seconds of a clock that nobody sets.
+        sweeps: whether this server is the one, of those that share the database, to drop what has expired.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Housekeeping:
         keep_lines: float,
         clock: Callable[[], datetime],
         monotonic: Callable[[], float] = time.monotonic,
+        sweeps: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -82,6 +84,7 @@ class Housekeeping:
         self._clock = clock
         self._seen: dict[str, datetime] = {}
         self._monotonic = monotonic
+        self._sweeps = sweeps
         self._started = clock()
         """Since when signs of life can be believed: the start, or the last jump of the clock."""
         self._jumped: datetime | None = None
@@ -108,14 +111,18 @@ class Housekeeping:
         duties: list[Callable[[], Awaitable[None]]] = [
             self._operations.retry_unsettled,
             self.write_activity,
-            self._expire_sessions,
-            self._expire_results,
-            self._forget_operations,
-            self._saved.sweep_expired,
-            self._stability.sweep,
-            self._history.sweep,
+            self._saved.remove_replaced,
             self._artifacts.collect,
         ]
+        if self._sweeps is None or await self._sweeps():
+            duties += [
+                self._expire_sessions,
+                self._expire_results,
+                self._forget_operations,
+                self._saved.sweep_expired,
+                self._stability.sweep,
+                self._history.sweep,
+            ]
         for duty in duties:
             try:
                 await duty()

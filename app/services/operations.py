@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_operation
 from app.services.folders import Folders
+from app.services.leases import LeaseLost, Leases
 from app.services.paths import is_direct, session_of
 from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError, Unavailable
 from schemas.fail_points import fail_point
@@ -116,6 +117,7 @@ class Operations:
         new_id: makes request ids of at least 128 random bits.
         clock: the time, aware UTC.
         wake: called with a request id and its scope once its outcome is durable; scope None = not told.
+        leases: where operations run, if several servers share the database; None = all of them here.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Operations:
         new_id: Callable[[], str],
         clock: Callable[[], datetime],
         wake: Callable[[str, str | None], None],
+        leases: Leases | None = None,
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -134,10 +137,13 @@ class Operations:
         self._new_id = new_id
         self._clock = clock
         self._wake = wake
+        self._leases = leases
         self._live: dict[str, _Live] = {}
         """By request id."""
         self._started: dict[str, datetime] = {}
         """When operations that a runtime has began to run, the last time if it had to begin again."""
+        self._fences: dict[str, int] = {}
+        """Under which fence of its run an operation was handed to a runtime, if runs change hands."""
         self._stopping = False
         self._unsettled: dict[str, tuple[OperationRecord, Submission, OperationResult | TinsmithError]] = {}
 
@@ -168,7 +174,7 @@ class Operations:
         body = await self._bodies.put(request_id, "request", submission.body)
         fail_point("accept.before_row", submission.kind)
 
-        async def append(db: AsyncSession) -> tuple[OperationRecord, bool]:
+        async def append(db: AsyncSession) -> tuple[OperationRecord, bool, bool]:
             seq_id = submission.seq_id
             if seq_id is None:
                 seq_id = await next_seq(db, submission.scope)
@@ -186,12 +192,15 @@ class Operations:
                     checkpoint_id=submission.checkpoint_id,
                 ),
             )
+            here = True
             if created:
                 await submission.guard(db)
-            return record, created
+                if self._leases is not None:
+                    here = await self._leases.place(db, record, submission.model_id, submission.creates)
+            return record, created, here
 
         try:
-            record, created = await self._store.write(append)
+            record, created, here = await self._store.write(append)
         except SeqIdConflict as error:
             await self._bodies.delete([body])
             if submission.creates:  # the number that the client gave is the model's place in its session
@@ -208,7 +217,10 @@ class Operations:
             await self._bodies.delete([body])
             return record
         fail_point("accept.after_row", submission.kind)
-        self.dispatch(record, submission)
+        if self._leases is not None and submission.creates and submission.model_id is not None:
+            self._leases.held[submission.model_id] = 1
+        if here:
+            self.dispatch(record, submission)
         return record
 
     def dispatch(self, record: OperationRecord, submission: Submission) -> None:
@@ -216,6 +228,8 @@ class Operations:
         reads, writes = submission.reads, submission.writes
         release = self._folders.hold(writes if reads is None else reads)
         self._live[record.request_id] = _Live(submission.runtime, record.scope, reads, writes, release)
+        if self._leases is not None and submission.model_id is not None:
+            self._fences[record.request_id] = self._leases.held.get(submission.model_id, 0)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
             record = replace(record, body=b"")
@@ -281,6 +295,10 @@ class Operations:
             logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
             raise unreadable() from error
 
+    def has(self, request_id: str) -> bool:
+        """Whether a runtime of this server has the operation."""
+        return request_id in self._live
+
     def queue_state(self, request_id: str) -> QueueState:
         """Why a pending operation is not done yet, in words for its client."""
         live = self._live.get(request_id)
@@ -290,10 +308,16 @@ class Operations:
         return live.runtime.waiting(request_id) if doing is None else QueueState("active", doing)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a sample; ids that no runtime has are ignored."""
+        """Drop a sample, wherever it runs; ids that no runtime has are ignored."""
+        if not self.cancel_here(request_id) and self._leases is not None:
+            self._leases.tell_soon("cancelled", request=request_id)
+
+    def cancel_here(self, request_id: str) -> bool:
+        """Drop a sample if a runtime of this server has it; returns whether one has."""
         live = self._live.get(request_id)
         if live is not None:
             live.runtime.cancel(request_id)
+        return live is not None
 
     def cancel_samples_of(self, session_id: str) -> None:
         """Drop the unfinished samples of a session that is over."""
@@ -305,7 +329,12 @@ class Operations:
     async def refuse(self, project_id: str, runtime: Runtime, model_id: str, scope: str, seq_id: int) -> None:
         """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
         now = self._clock()
-        await self._store.write(lambda db: log.record_refusal(db, project_id, scope, seq_id, now))
+
+        async def rows(db: AsyncSession) -> None:
+            await log.record_refusal(db, project_id, scope, seq_id, now)
+            await self._tell(db, "refused", model=model_id, seq_id=seq_id)
+
+        await self._store.write(rows)
         fail_point("refusal.recorded")
         runtime.note_refused(model_id, seq_id)
 
@@ -315,6 +344,7 @@ class Operations:
         async def rows(db: AsyncSession) -> None:
             for request_id in request_ids:
                 await log.fail(db, request_id, error, self._clock())
+                await self._tell(db, "settled", request=request_id, scope=None)
 
         await self._store.write(rows)
         for request_id in request_ids:
@@ -335,12 +365,20 @@ class Operations:
             error = (
                 outcome if isinstance(outcome, TinsmithError) else await self._write_result(record, submission, outcome)
             )
+        except LeaseLost:
+            self._drop(request_id)
+            return
         except Unavailable:
             # The work is done and must not be told to have failed, or its client would do it twice.
             logger.warning("the result of %s (%s) is written later: the store cannot take it", request_id, record.kind)
             self._unsettled[request_id] = (record, submission, outcome)
             return
-        if error is not None and not await self._write_failure(request_id, submission, error):
+        try:
+            written = error is None or await self._write_failure(request_id, submission, error)
+        except LeaseLost:
+            self._drop(request_id)
+            return
+        if not written and error is not None:
             self._unsettled[request_id] = (record, submission, error)
             return
         self._unsettled.pop(request_id, None)
@@ -351,9 +389,28 @@ class Operations:
     def _close(self, request_id: str) -> None:
         live = self._live.pop(request_id, None)
         self._started.pop(request_id, None)
+        self._fences.pop(request_id, None)
         if live is not None:
             live.release()
         self._wake(request_id, None if live is None else live.scope)
+
+    def _drop(self, request_id: str) -> None:
+        """Forget an operation of a run that another server executes now: that one settles it."""
+        logger.warning("request %s is left to the server that holds its run now", request_id)
+        self._unsettled.pop(request_id, None)
+        if (live := self._live.pop(request_id, None)) is not None:
+            live.release()
+        self._started.pop(request_id, None)
+        self._fences.pop(request_id, None)
+
+    async def _tell(self, db: AsyncSession, what: str, **about: Any) -> None:
+        if self._leases is not None:
+            await self._leases.tell(db, what, **about)
+
+    async def _require(self, db: AsyncSession, request_id: str, submission: Submission) -> None:
+        """Raise `LeaseLost` if another server executes the run of an operation now, or did since it was handed over."""
+        if self._leases is not None and submission.model_id is not None:
+            await self._leases.require(db, submission.model_id, self._fences.get(request_id))
 
     async def _write_result(
         self, record: OperationRecord, submission: Submission, outcome: OperationResult
@@ -372,7 +429,7 @@ class Operations:
             fail_point("result.before_row", submission.kind)
             await self._store.write(self._finish_rows(request_id, submission, finished, stored))
             fail_point("result.after_row", submission.kind)
-        except Unavailable:
+        except (Unavailable, LeaseLost):
             await self._bodies.delete([stored])
             raise
         except TinsmithError as error:
@@ -388,6 +445,7 @@ class Operations:
         now, started_at = self._clock(), self._started.get(request_id)
 
         async def rows(db: AsyncSession) -> None:
+            await self._require(db, request_id, submission)
             if finished.rows is not None:
                 await finished.rows(db)
             if not await log.finish(db, request_id, stored, finished.content_type, now, started_at=started_at):
@@ -401,6 +459,7 @@ class Operations:
                     tokens=finished.tokens,
                     now=now,
                 )
+            await self._tell(db, "settled", request=request_id, scope=submission.scope)
 
         return rows
 
@@ -408,16 +467,20 @@ class Operations:
         """Write a failure; False if the store cannot take it now."""
 
         async def rows(db: AsyncSession) -> None:
+            await self._require(db, request_id, submission)
             if submission.failed is not None:
                 await submission.failed(db)
             await log.fail(db, request_id, error, self._clock(), started_at=self._started.get(request_id))
+            await self._tell(db, "settled", request=request_id, scope=submission.scope)
 
         try:
-            if submission.cleanup is not None:
-                await submission.cleanup()
             fail_point("failure.before_row", submission.kind)
             await self._store.write(rows)
             fail_point("failure.after_row", submission.kind)
+            if submission.cleanup is not None:  # after it: the folder of a run that was taken over is not ours
+                await submission.cleanup()
+        except LeaseLost:
+            raise
         except Exception:
             logger.exception("the failure of %s (%s) could not be written", request_id, submission.kind)
             return False

@@ -1,6 +1,7 @@
-"""What a start does with what an earlier process left: live models come back, accepted operations run on.
+"""What a start does with what an earlier process left: live models come back, accepted operations run on. The same for
+what another server on the same database left.
 
-Responsible for handing all of it to the runtimes before they start. Not responsible for bringing models back
+Responsible for handing all of it to the runtimes. Not responsible for bringing models back
 (`workers/recovery.py`) or for their past (`history.py`).
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from app.services.base_models import BaseModels
 from app.services.history import ModelHistory
@@ -27,6 +30,7 @@ from store import snapshots as snapshot_rows
 from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
+from store.edges import PendingOperation, pending_of_runs
 from store.records import OperationRecord, RunRecord
 from store.under_way import UnderWayFile
 from workers.recovery import CREATION
@@ -57,7 +61,7 @@ class Report:
 
 
 class Recovery:
-    """Done once, before the runtimes start."""
+    """`run` once, before the runtimes start; with several servers the rest instead, whenever a server is gone."""
 
     def __init__(
         self,
@@ -89,7 +93,7 @@ class Recovery:
     async def run(self) -> Report:
         """Sweep what is incomplete, reopen the live runs and queue what was not finished."""
         report = Report()
-        await self._count_deaths()
+        await self.count_deaths()
         # Before anything runs: a save that was cut off may have left the folder that it is to write.
         await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders))
         await self._bodies.sweep(await self._store.read(log.body_names))
@@ -99,13 +103,40 @@ class Recovery:
         if live:
             fail_point("start.swept")
         for run in live:
-            if await self._session_over(run):  # it ended, and the process did before its runs were closed
-                await self._runs.close_session(run.session_id)
-            elif await self._reopen(run, unfinished):
-                report.models += 1
-            else:
-                await self._runs.mark_lost([run.model_id])
-                report.lost += 1
+            await self._bring_back(run, unfinished, report)
+        await self._go_on(unfinished, report)
+        if report != Report():
+            logger.warning("%s", report.text)
+        return report
+
+    async def take_over(self, model_ids: Collection[str], sample_ids: Collection[str]) -> Report:
+        """Go on with live runs, and samples, that another server executed until now; nothing is swept."""
+        report = Report()
+        pending = [one for one in await self._store.read(pending_of_runs) if model_of(one) in model_ids]
+        wanted = [*(one.request_id for one in pending), *sample_ids]
+        unfinished = await self._store.read(lambda db: log.still_pending(db, wanted))
+        for model_id in model_ids:
+            run = await self._store.read(partial(run_rows.find_run, model_id=model_id))
+            if run is not None and run.state in run_rows.LIVE:
+                await self._bring_back(run, unfinished, report)
+        await self._go_on(unfinished, report)
+        return report
+
+    async def submit(self, request_ids: Collection[str]) -> None:
+        """Queue operations that another server accepted for runs that are executed here."""
+        records = await self._store.read(lambda db: log.still_pending(db, request_ids))
+        await self._go_on([record for record in records if not self._operations.has(record.request_id)], Report())
+
+    async def _bring_back(self, run: RunRecord, unfinished: list[OperationRecord], report: Report) -> None:
+        if await self._session_over(run):  # it ended, and the process did before its runs were closed
+            await self._runs.close_session(run.session_id)
+        elif await self._reopen(run, unfinished):
+            report.models += 1
+        else:
+            await self._runs.mark_lost([run.model_id])
+            report.lost += 1
+
+    async def _go_on(self, unfinished: list[OperationRecord], report: Report) -> None:
         for record in sorted(unfinished, key=_order):
             if record.kind == SAMPLE:
                 await self._sampling.resubmit(record)
@@ -114,11 +145,8 @@ class Recovery:
                 report.operations += 1
             else:
                 report.failed += 1
-        if report != Report():
-            logger.warning("%s", report.text)
-        return report
 
-    async def _count_deaths(self) -> None:
+    async def count_deaths(self) -> None:
         """Count the death of the earlier process for what it was executing: see `MAX_SERVER_DEATHS`."""
         running, again = await asyncio.to_thread(self._under_way.take)
         if running or again:
@@ -137,7 +165,7 @@ class Recovery:
             return False
         cut_off: set[int] = set()
         if run.state == "creating":
-            if not any(record.kind != SAMPLE and _model_of(record) == run.model_id for record in unfinished):
+            if not any(record.kind != SAMPLE and model_of(record) == run.model_id for record in unfinished):
                 return False
             cut_off.add(CREATION)
         next_seq, pending, refused = await self._store.read(lambda db: snapshot_rows.place_in_log(db, run.model_id))
@@ -150,17 +178,20 @@ class Recovery:
     async def _resume(self, record: OperationRecord) -> bool:
         """Queue an operation of a model again; False if it had to be failed instead."""
         try:
-            model_id = _model_of(record)
+            model_id = model_of(record)
             run = await self._store.read(lambda db: run_rows.find_run(db, model_id))
             if run is None or run.state == "lost":
                 raise lost(model_id)
             if run.state not in run_rows.LIVE:
                 raise unloaded(model_id)
             submission = await self._submission(record, run)
+            if submission.cleanup is not None:  # a save that was cut off may have left the folder that it is to write
+                await submission.cleanup()
         except TinsmithError as error:
             await self._operations.fail_now([record.request_id], error)
             return False
-        self._operations.dispatch(record, submission)
+        if not self._operations.has(record.request_id):
+            self._operations.dispatch(record, submission)
         return True
 
     async def _submission(self, record: OperationRecord, run: RunRecord) -> Submission:
@@ -173,7 +204,7 @@ class Recovery:
             raise unreadable() from error
 
 
-def _model_of(record: OperationRecord) -> str:
+def model_of(record: OperationRecord | PendingOperation) -> str:
     """The model that an operation belongs to: its scope names it, or its session and its number there."""
     kind, _, rest = record.scope.partition(":")
     return rest if kind in ("model", "unload") else f"{rest}:{record.seq_id}"

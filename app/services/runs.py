@@ -12,6 +12,7 @@ from datetime import datetime
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.base_models import BaseModels
+from app.services.leases import Leases
 from app.services.operations import Operations, Rows
 from app.services.paths import is_direct, session_of
 from schemas.errors import Gone, ModelLost, NotFound
@@ -35,11 +36,19 @@ class ListedRun:
 class Runs:
     """Training runs of all projects; every method is told whose."""
 
-    def __init__(self, store: Store, models: BaseModels, operations: Operations, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        models: BaseModels,
+        operations: Operations,
+        clock: Callable[[], datetime],
+        leases: Leases | None = None,
+    ) -> None:
         self._store = store
         self._models = models
         self._operations = operations
         self._clock = clock
+        self._leases = leases
 
     async def owned(self, project_id: str, model_id: str, *, field: str = "model_id") -> RunRecord:
         """The run, whatever its state. Raises `NotFound` if this project has no such run."""
@@ -102,7 +111,8 @@ class Runs:
 
         async def rows(db: AsyncSession) -> None:
             for model_id in model_ids:
-                await runs.set_run_state(db, model_id, "lost")
+                if self._leases is None or await self._leases.holds(db, model_id):
+                    await runs.set_run_state(db, model_id, "lost")
 
         await self._store.write(rows)
 
@@ -117,7 +127,7 @@ class Runs:
 
         async def rows(db: AsyncSession) -> tuple[SessionRecord | None, list[RunRecord]]:
             record = await sessions.finish_session(db, project_id, session_id, reason, detail, now, by=by)
-            return record, [] if record is None else await _close_rows(db, session_id, now)
+            return record, [] if record is None else await self._end_rows(db, session_id, now)
 
         record, closed = await self._store.write(rows)
         if record is not None:
@@ -131,7 +141,7 @@ class Runs:
         async def rows(db: AsyncSession) -> list[RunRecord] | None:
             if not await sessions.expire_session(db, session_id, now):
                 return None
-            return await _close_rows(db, session_id, now)
+            return await self._end_rows(db, session_id, now)
 
         closed = await self._store.write(rows)
         if closed is not None:
@@ -140,7 +150,18 @@ class Runs:
 
     async def close_session(self, session_id: str) -> None:
         """Close the runs of a session that is over, free their adapters, drop its samples and ephemeral weights."""
-        self._let_go(session_id, await self._store.write(lambda db: _close_rows(db, session_id, self._clock())))
+        now = self._clock()
+        self._let_go(session_id, await self._store.write(lambda db: self._end_rows(db, session_id, now)))
+
+    async def free_session(self, session_id: str) -> None:
+        """Free what this server has of a session that was closed at another one."""
+        self._let_go(session_id, await self._store.read(lambda db: runs.runs_of_session(db, session_id)))
+
+    async def _end_rows(self, db: AsyncSession, session_id: str, now: datetime) -> list[RunRecord]:
+        closed = await _close_rows(db, session_id, now)
+        if self._leases is not None:
+            await self._leases.tell(db, "ended", session=session_id)
+        return closed
 
     def _let_go(self, session_id: str, closed: Sequence[RunRecord]) -> None:
         """A session is over by its rows: its adapters and samples go from memory."""

@@ -17,6 +17,7 @@ from store.database import Store
 from store.operations import append
 from store.records import BodyRef
 from store.sessions import get_session, touch_sessions
+from tests.store.conftest import only_sqlite
 from tests.store.factories import NOW, Make
 
 
@@ -111,6 +112,7 @@ def test_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
         Bodies(tmp_path)
 
 
+@only_sqlite
 async def test_heartbeats_stay_fast_while_large_bodies_pour_in(
     store: Store, data_dir: Path, project: str, make: Make
 ) -> None:

@@ -19,6 +19,7 @@ from store.database import Store
 from store.records import SequenceRecord
 from store.sequences import add_sequences, expire_sequences, get_sequences
 from store.slots import move_slot, slot_checkpoint
+from tests.store.conftest import only_sqlite
 from tests.store.factories import NOW, Make
 
 BILLION = 10**9
@@ -72,12 +73,14 @@ async def test_clients_of_a_sampler_and_projects_see_only_their_own(
     assert await _seen(store, client) == [("mine", 1, True, 3)]
 
 
-async def test_places_go_on_after_a_restart(data_dir: Path, store: Store, make: Make, client: Client) -> None:
+async def test_places_go_on_after_a_restart(
+    data_dir: Path, store: Store, make: Make, client: Client, database_url: str | None
+) -> None:
     for seq_id, name in enumerate("ab"):
         await make.operation(name, scope=SCOPE, seq_id=seq_id)
     await _settle(store, "b")
     await store.close()
-    again = await Store.open(data_dir)
+    again = await Store.open(data_dir, database_url)
     await _settle(again, "a")
     assert await _seen(again, client, after=1) == [("a", 2, True, 3)]
     await again.close()
@@ -102,6 +105,7 @@ async def test_a_released_result_is_gone_with_its_file_and_the_line_stays(
     assert [each.request_id for each in await store.read(log.unfinished)] == ["pending"]
 
 
+@only_sqlite
 async def test_more_ids_than_a_statement_takes_are_released(store: Store, make: Make, client: Client) -> None:
     names = [f"r{i:04}" for i in range(600)]
     for seq_id, name in enumerate(names):
@@ -111,12 +115,14 @@ async def test_more_ids_than_a_statement_takes_are_released(store: Store, make: 
     assert {finished for _, _, finished, _ in await _seen(store, client, limit=1000)} == {False}
 
 
-async def test_clones_are_numbered_from_one_and_survive(data_dir: Path, store: Store, make: Make) -> None:
+async def test_clones_are_numbered_from_one_and_survive(
+    data_dir: Path, store: Store, make: Make, database_url: str | None
+) -> None:
     await make.session()
     await _sampler(store, make)
     numbers = [await store.write(lambda db: samplers.count_clone(db, "s:sample:0")) for _ in range(3)]
     await store.close()
-    again = await Store.open(data_dir)
+    again = await Store.open(data_dir, database_url)
     numbers.append(await again.write(lambda db: samplers.count_clone(db, "s:sample:0")))
     assert numbers == [1, 2, 3, 4]
     await again.close()

@@ -165,8 +165,8 @@ class RayLink:
 
     def _no_place(self) -> str:
         return (
-            f"base model {self._model!r} has no replica on the Ray cluster after {self._deploy_timeout:g} s: no node takes "
-            "new processes"
+            f"base model {self._model!r} has no replica on the Ray cluster after {self._deploy_timeout:g} s: no node "
+            "takes new processes"
         )
 
 

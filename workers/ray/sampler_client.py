@@ -32,6 +32,7 @@ from workers.runtime import Load
 from workers.sample_line import SampleLine
 from workers.tickets import Desk, Entry, QueueState, Ticket
 from workers.training_lane import MAX_RERUNS
+from workers.under_way import UnderWay
 
 _log = logging.getLogger("tinsmith.runtime")
 
@@ -66,7 +67,7 @@ class SamplerClient:
         self.name = name
         self._handle = handle.options(stream=True, method_name="sample")
         self._ahead = ahead
-        self._desk = Desk()
+        self._desk = Desk(UnderWay().answering)
         self._line = SampleLine()
         self._drawing: dict[Entry, _Drawing] = {}
         self._wake = asyncio.Event()
