@@ -13,7 +13,7 @@ from typing import Any
 import pyrage
 from tinker import types
 
-from tests.fault.harness import CLIENT_SECONDS, MODEL, RAW_DATA, Raw, Service, sdk, train
+from tests.fault.harness import CLIENT_SECONDS, MODEL, RAW_DATA, STATE, Raw, Service, sdk, train
 
 OPTIONS = ("--snapshot-operations", "4", "--snapshot-share", "1", "--sweep-interval", "0.5")
 KINDS = (
@@ -70,7 +70,7 @@ def sdk_program(service: Service, steps: int) -> dict[str, object]:
         "tokens": service.tokens(session_id),
         "state of the run": service.rows("SELECT state FROM runs WHERE model_id = ?", model_id),
         "samples": service.rows(
-            "SELECT seq_id, state FROM operations WHERE scope LIKE ? ORDER BY scope, seq_id",
+            f"SELECT seq_id, {STATE} FROM operations WHERE scope LIKE ? ORDER BY scope, seq_id",
             f"sampler:{session_id}:sample:%",
         ),
     }
