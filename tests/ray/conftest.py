@@ -11,6 +11,7 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own choice lets whatever else runs here go before its workers
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are too few on a machine with other work
 
 
 @pytest.fixture(scope="session")
