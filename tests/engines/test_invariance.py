@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from engines.lora import AdapterWeights, LoraLinear, Router, attach
+from engines.lora import AdapterWeights, LoraLinear, Router
 from engines.sampling.model_facts import ModelFacts
 from engines.sampling.sampling_pass import SamplingPass, Span
+from engines.torch_engine.assembly import assemble
 from engines.torch_engine.invariance import LEAST_ROWS, ROW_BLOCK, choose_rows
 from engines.torch_engine.packing import Filling
 from tests.support.tiny_model import make_tiny_model
@@ -90,11 +91,14 @@ def test_an_adapters_rows_have_the_same_bits_in_any_number_and_place(rank: int, 
 
 def test_samples_use_fewer_threads_where_no_filling_suits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path), dtype=torch.float32)
-    router = attach(model)
     before = torch.get_num_threads()
     suits = Filling.suits
     monkeypatch.setattr(Filling, "suits", lambda filling: filling.threads < before + 1 and suits(filling))
     torch.set_num_threads(before + 1)
+    assembly = assemble(model, batch_invariant=True)
+    router = assembly.router
+    assert router.row_unit > 1  # samples need it
+    assert not assembly.info.packed
     seen = []
     model.base_model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
     shared = ModelFacts.of(model).passes(model, router)
