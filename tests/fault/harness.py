@@ -88,14 +88,19 @@ class Service:
         """The development key."""
         return (self.data_dir / "dev_key").read_text().strip()
 
-    def kill_server(self) -> None:
-        """The server dies; its worker ends when it notices."""
+    def kill_server(self) -> bool:
+        """The server dies, if it is alive; its worker ends when it notices."""
         assert self._process is not None
+        alive = self._process.poll() is None
         self._process.send_signal(signal.SIGKILL)
+        return alive
 
-    def kill_tree(self) -> None:
+    def kill_tree(self) -> bool:
         """Server and worker die at the same moment, as when a container takes more memory than it may."""
+        assert self._process is not None
+        alive = self._process.poll() is None
         self.signal_tree(signal.SIGKILL)
+        return alive
 
     def signal_tree(self, number: signal.Signals) -> None:
         """Send a signal to the server and all that it started; the server first, so that it cannot react."""

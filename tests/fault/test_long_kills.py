@@ -52,6 +52,7 @@ class Killer(threading.Thread):
         self._steps = steps
         self._chance = random.Random(seed)
         self._over = threading.Event()
+        self._deck: list[str] = []
         self.kills: list[tuple[str, float]] = []
         """Who died, and when (seconds since the beginning)."""
 
@@ -61,7 +62,7 @@ class Killer(threading.Thread):
             for _ in range(1 + (self._chance.random() < 0.25)):
                 if self._over.wait(self._chance.random() * 0.3):
                     return
-                victim = self._chance.choice(("worker", "server", "tree"))
+                victim = self._next_victim()
                 if self._kill(victim):
                     self.kills.append((victim, round(time.monotonic() - began, 1)))
                 self._over.wait(self._chance.random() * 2)
@@ -79,14 +80,16 @@ class Killer(threading.Thread):
                 return False
         return True
 
+    def _next_victim(self) -> str:
+        """In random order, each as often as the others."""
+        if not self._deck:
+            self._deck = self._chance.sample(("worker", "server", "tree"), 3)
+        return self._deck.pop()
+
     def _kill(self, victim: str) -> bool:
         if victim == "worker":
             return self._service.kill_worker()
-        if victim == "server":
-            self._service.kill_server()
-        else:
-            self._service.kill_tree()
-        return True
+        return self._service.kill_server() if victim == "server" else self._service.kill_tree()
 
 
 @pytest.mark.exhaustive
