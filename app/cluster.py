@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from app.groups import worker_spec
 from app.services import Lost, RuntimePlaces, runtime_options
@@ -37,7 +38,8 @@ def on_cluster(settings: Settings) -> RuntimePlaces:
 
     def make(name: str, source: str | None, history: History, on_models_lost: Lost) -> Runtime:
         spec = ReplicaSpec(
-            worker=worker_spec(settings, name, source),
+            # The same for every server of these settings, or each would replace the deployment of the one before.
+            worker=replace(worker_spec(settings, name, source), scratch=""),
             options=runtime_options(settings),
             start_timeout=settings.worker_start_timeout,
             log_level=settings.log_level,

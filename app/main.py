@@ -146,15 +146,15 @@ async def _open(
     store = await Store.open(settings.data_dir, settings.database_url)
     closing.push_async_callback(store.close)
     app.state.store = store
+    places: RuntimePlaces | None = None
+    if settings.ray is not None:
+        _, leave = await connect(settings.ray)
+        closing.push_async_callback(leave)
+        places = on_cluster(settings)
     async with store.setting_up():
         app.state.dev_key = dev_key = await ensure_dev_key(store, settings.data_dir)
         admin_key = await store.read(lambda db: authenticate(db, dev_key))
         app.state.admin_key_id = None if admin_key is None else admin_key.key_id
-        places: RuntimePlaces | None = None
-        if settings.ray is not None:
-            _, leave = await connect(settings.ray)
-            closing.push_async_callback(leave)
-            places = on_cluster(settings)
         services = build_services(settings, store, groups, places=places)
     lifecycle.on_drain(services.stop)
     closing.push_async_callback(lifecycle.drain)

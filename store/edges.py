@@ -61,6 +61,12 @@ async def beat(db: AsyncSession, edge_id: str, seconds: float) -> None:
     await db.execute(_BEAT, {"edge": edge_id, "seconds": seconds})
 
 
+async def others_alive(db: AsyncSession, edge_id: str) -> int:
+    """How many other servers have given a sign of life that is still good."""
+    others = text(f"SELECT COUNT(*) FROM edges WHERE edge_id <> :edge AND until > {_NOW}")
+    return int(await db.scalar(others, {"edge": edge_id}) or 0)
+
+
 async def leave(db: AsyncSession, edge_id: str) -> None:
     """A server ends: what it holds may be taken at once. Servers that ended long ago are forgotten too."""
     await db.execute(text("DELETE FROM edges WHERE edge_id = :edge"), {"edge": edge_id})

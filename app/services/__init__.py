@@ -389,6 +389,7 @@ def build_services(
             store=store,
             leases=leases,
             seconds=settings.edge_lease,
+            alone=places is not None,
             make_notices=partial(Notices, store.shared),
             bodies=bodies,
             artifacts=artifacts,

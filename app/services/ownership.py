@@ -25,7 +25,7 @@ from app.services.leases import Leases
 from app.services.operations import Operations
 from app.services.recovery import Recovery, model_of
 from app.services.runs import Runs
-from schemas.errors import TinsmithError
+from schemas.errors import TinsmithError, Unavailable
 from store import checkpoints, edges
 from store import operations as log
 from store import runs as run_rows
@@ -45,6 +45,7 @@ class Ownership:
 
     Args:
         seconds: how long a sign of life is good for.
+        alone: no other server may use the database beside this one.
         make_notices: makes the listening connection: (heard, connected) -> it.
         clock: monotonic seconds.
     """
@@ -55,6 +56,7 @@ class Ownership:
         store: Store,
         leases: Leases,
         seconds: float,
+        alone: bool,
         make_notices: Callable[[Callable[[str], None], Callable[[], None]], Notices],
         bodies: Bodies,
         artifacts: ArtifactStore,
@@ -69,6 +71,7 @@ class Ownership:
         self._store = store
         self._leases = leases
         self._seconds = seconds
+        self._alone = alone
         self._notices = make_notices(self._hear, self._connected)
         self._bodies = bodies
         self._artifacts = artifacts
@@ -91,7 +94,12 @@ class Ownership:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Make this server known, take what others have left, begin to listen."""
+        """Make this server known, take what others have left, begin to listen.
+
+        Raises `Unavailable` if it must be alone and is not.
+        """
+        if self._alone:
+            await self._wait_until_alone()
         await self._artifacts.sweep_incomplete(await self._store.read(checkpoints.checkpoint_folders), STRAY_SECONDS)
         await self._bodies.sweep(await self._store.read(log.body_names), STRAY_SECONDS)
         self._notices.start()
@@ -100,6 +108,18 @@ class Ownership:
             asyncio.create_task(self._keep_looking(), name="ownership"),
             asyncio.create_task(self._keep_hearing(), name="notices of other servers"),
         ]
+
+    async def _wait_until_alone(self) -> None:
+        """For as long as the last sign of life of a server that was killed may still be good."""
+        deadline = self._clock() + self._seconds + 1
+        while await self._store.read(lambda db: edges.others_alive(db, self._leases.edge_id)):
+            if self._clock() > deadline:
+                raise Unavailable(
+                    "another server uses this database; one that computes on Ray must be the only one",
+                    hint="stop the other server, or start this one without the setting ray",
+                    code="database_in_use",
+                )
+            await asyncio.sleep(0.5)
 
     def leaving(self) -> None:
         """This server is about to stop: it keeps what it has until then, and takes nothing more."""
