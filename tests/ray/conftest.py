@@ -11,7 +11,6 @@ import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own choice lets whatever else runs here go before its workers
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # 30 are too few on a machine with other work
 
 
 @pytest.fixture(scope="session")
@@ -22,16 +21,23 @@ def ray_cluster() -> Iterator[None]:
     # Sockets of the cluster lie in the folder, and the length of their paths is limited to about 100 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     try:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            logging_level="error",
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+        for attempts_left in (2, 1, 0):
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=2,
+                    num_gpus=0,
+                    include_dashboard=False,
+                    object_store_memory=200 << 20,
+                    logging_level="error",
+                    log_to_driver=False,
+                    _temp_dir=folder,
+                )
+                break
+            except Exception:  # Ray gives itself 30 s, which is too little on a machine with other work
+                ray.shutdown()
+                if not attempts_left:
+                    raise
         yield
     finally:
         ray.shutdown()
