@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,13 +70,12 @@ class Watched(TinkerActorRolloutRefWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def facts(self, adapter_id: str | None = None) -> list[dict[str, Any]]:
-        """Of each rank: bytes read of the base model and kept of it, largest memory, and the state of an adapter."""
+        """Of each rank: bytes read of the base model and kept of it, and the state of an adapter."""
         engine = self.actor.engine
         assert isinstance(engine, FsdpEngine)
         own: dict[str, Any] = {
             "read": engine.read_bytes,
             "kept": local_bytes(engine.model),
-            "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
         if adapter_id is not None:
             state = engine._pool.get(adapter_id)

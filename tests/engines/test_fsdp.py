@@ -32,6 +32,7 @@ from schemas.operations import MemoryEstimate, Sample, SampleTurn, SampleTurnRes
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, EngineContract, accumulate, logprobs, train
 from workers.dispatch import RankAnswer, merge
+from workers.environment import worker_environment
 from workers.samplers import build_sampler
 from workers.spec import WorkerSpec
 
@@ -206,6 +207,12 @@ def test_a_sampler_with_weights_of_its_own_runs_once(untied_folder: Path, loaded
         build(0)
     turn = SampleTurn({"s": Sample(np.arange(3, 6), SamplingParams(max_tokens=2))}, ("t",))
     assert build(1).turn(turn) == SampleTurnResult({})
+
+
+def test_memory_of_gathered_layers_goes_back_to_the_system() -> None:
+    """The tunables that keep it are for engines whose weights stay where they are."""
+    spec = WorkerSpec("tiny", None, "unused")
+    assert "GLIBC_TUNABLES" not in worker_environment(replace(spec, engine="fsdp"), {})
 
 
 def test_one_rank_agrees_with_itself() -> None:
