@@ -136,11 +136,11 @@ def test_base_models_come_and_go_and_a_hopeless_one_leaves_nothing(
                 env=environment(),
             )
 
-        assert models("add", f"acme/second={second}").returncode == 0
-        assert len(cluster.find("ray::ServeReplica:tinsmith")) == 2
         hopeless = models("add", f"acme/third={broken}")
         assert hopeless.returncode == 1
-        assert "acme/third" in hopeless.stderr
+        assert "base model 'acme/third' cannot be served" in hopeless.stderr
+        assert models("add", f"acme/second={second}").returncode == 0
+        assert len(cluster.find("ray::ServeReplica:tinsmith")) == 2
         shown = models("list").stdout
         assert "acme/second  ready  added" in shown
         assert "acme/third" not in shown

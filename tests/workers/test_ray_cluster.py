@@ -31,6 +31,11 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert caught.value.hint == "install the extra: pip install 'tinsmith[ray]'"
 
 
+def test_an_address_where_nothing_listens_is_said_at_once() -> None:
+    with pytest.raises(Unavailable, match=r"no Ray cluster can be used at 127\.0\.0\.1:1: "):
+        Cluster.connect("127.0.0.1:1")
+
+
 def test_names_of_applications_are_readable_and_distinct() -> None:
     from workers.ray.link import application_name
 

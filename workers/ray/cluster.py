@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ INSIDE = "auto"
 OBJECT_STORE_BYTES = 256 << 20
 """Nothing large goes through the store: bodies of requests, one at a time."""
 AUTH_MODE = "RAY_AUTH_MODE"
+REACH_SECONDS = 10.0
 
 
 class Cluster:
@@ -69,6 +71,7 @@ class Cluster:
         cluster = cls(address, folder)
         try:
             if folder is None:
+                _reach(address)
                 ray.init(address=address, **_quiet())
             else:
                 ray.init(
@@ -105,6 +108,13 @@ class Cluster:
             _log.warning("Ray did not end as it should", exc_info=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` if nothing listens at `address`: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=REACH_SECONDS):
+        return
 
 
 def _quiet() -> dict[str, Any]:
