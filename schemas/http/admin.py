@@ -24,8 +24,8 @@ class AddBaseModelRequest(RequestModel):
 class AdminModel(ResponseModel):
     """A served base model."""
 
-    name: str
-    state: Literal["starting", "ready", "restarting", "failed"]
+    name: str = Field(description="As clients say it.")
+    state: Literal["starting", "ready", "restarting", "failed"] = Field(description="Whether it takes work.")
     detail: str | None = Field(None, description="In words, why it is not ready.")
     added: bool = Field(description="Whether it was added while the server ran, and not by its settings.")
     live_runs: int = Field(description="Training runs on it that take work.")
@@ -34,4 +34,4 @@ class AdminModel(ResponseModel):
 class AdminModelsResponse(ResponseModel):
     """Result of `GET admin/models`."""
 
-    models: list[AdminModel]
+    models: list[AdminModel] = Field(description="In the order in which they came.")

@@ -117,8 +117,11 @@ async def test_a_session_ends_together_with_its_runs_and_weights(
             patch.setattr(runs, "fail_point", die)
             with pytest.raises(KeyboardInterrupt):
                 await api.client.post(f"sessions/{session}/finish", json={"reason": {"type": "success"}})
-        states = select(Run.model_id, Run.state)
-        found = dict(await api.edge.app.state.store.read(lambda db: db.execute(states)))
+
+        async def states(db: AsyncSession) -> list[tuple[str, str]]:
+            return [(row.model_id, row.state) for row in await db.execute(select(Run.model_id, Run.state))]
+
+        found = dict(await api.edge.app.state.store.read(states))
         assert found == {model: "closed", other: "closed"}
     async with serving(settings) as api:
         await api.edge.app.state.services.housekeeping.sweep()
