@@ -17,8 +17,6 @@ from tests.docker.dockerfile import stages
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = sorted(DOCKER.glob("compose*.yaml"))
 MANIFESTS = sorted((DOCKER / "kubernetes" / "base").glob("*.yaml"))
-COMING = {"ray", "database_url"}
-"""Options of the cluster layout."""
 RAY_PORTS = {6379, 8265, 10001, 52365}
 
 
@@ -43,7 +41,7 @@ def _pods() -> dict[str, dict[str, Any]]:
     "file", [DOCKER / "Dockerfile", *COMPOSE, *MANIFESTS], ids=lambda file: file.relative_to(DOCKER).as_posix()
 )
 def test_every_option_exists(file: Path) -> None:
-    known = {*Settings.model_fields, *COMING}
+    known = set(Settings.model_fields)
     text = "\n".join(line.partition("#")[0] for line in file.read_text().splitlines())
     variables = set(re.findall(rf"\b{ENV_PREFIX}([A-Z_]+)\b", text)) - {"IMAGE", "TORCH_BACKEND"}
     assert {name.lower() for name in variables} <= known
