@@ -318,7 +318,7 @@ def test_random_mixes_give_everybody_the_bits_that_it_has_alone(
     with nothing_fails():
         mix()
     assert seen["mixes"] >= count
-    assert all(seen[what] >= number // part**2 for what, number in least.items()), seen
+    assert all(seen[what] >= number // part**3 for what, number in least.items()), seen
 
 
 # -- cancelled in the middle -----------------------------------------------------------------------------------------

@@ -95,6 +95,7 @@ async def test_a_lost_reply_is_given_again_and_nothing_is_done_twice(tmp_path: P
         session, model, sampler = await _training(careless, api)
         await _asking(careless, session, model, sampler)
         await _what_is_new_each_time(careless, api, sampler)
+        await _base_models(careless, api, make_tiny_model(tmp_path / "second"))
         await _ending(careless, api, session, model)
         missing = changing() - careless.connection.lost
         assert not missing, f"nobody lost a reply of {missing}: what does a repeat do there?"
@@ -182,6 +183,18 @@ async def _what_is_new_each_time(careless: Careless, api: Api, sampler: str) -> 
         first, second = [await api.client.post(f"{ROOT}/{route}", json=body) for _ in range(2)]
         assert first.json()[answer] == second.json()[answer]
         assert first.json()["id"] != second.json()["id"]
+
+
+async def _base_models(careless: Careless, api: Api, folder: Path) -> None:
+    """Added once, removed once; the repeat says that it is so."""
+    await careless.lose("POST", "admin/models", json={"name": "acme/second", "path": str(folder)})
+    again = await api.client.post("admin/models", json={"name": "acme/second", "path": str(folder)})
+    assert again.json()["error"]["code"] == "already_exists"
+    served = [model["name"] for model in (await api.client.get("admin/models")).json()["models"]]
+    assert served == [MODEL, "acme/second"]
+    await careless.lose("DELETE", "admin/models/acme/second")
+    assert (await api.client.delete("admin/models/acme/second")).status_code == 404
+    assert len((await api.client.get("admin/models")).json()["models"]) == 1
 
 
 async def _ending(careless: Careless, api: Api, session: str, model: str) -> None:
