@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent
 TOGETHER = {"docs", "e2e", "ray"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         place = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path

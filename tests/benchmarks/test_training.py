@@ -53,6 +53,7 @@ def test_sides_do_equal_work_and_are_compared(folder: Path, tmp_path: Path, caps
     assert "2 tenants, 1 x 32 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_memory_is_that_of_a_process_with_one_row(folder: Path, tmp_path: Path) -> None:
     found = run(folder, tmp_path / "out.json", "--cases", "memory", "--dtypes", "float32", "--length", "32")
     short, long = found["cases"]

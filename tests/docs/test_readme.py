@@ -25,6 +25,7 @@ def test_make_serve_says_where_the_server_is(real_server: RunningServer) -> None
     assert real_server.key in ready_line(real_server.log)
 
 
+@pytest.mark.exhaustive
 def test_make_demo_trains_and_exports(tmp_path: Path, real_server: RunningServer) -> None:
     """Three steps; `test_quickstart.py` takes all twenty."""
     output = tmp_path / "adapter"

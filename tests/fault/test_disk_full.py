@@ -139,6 +139,7 @@ def _no_file_grows_beyond(pids: Sequence[int], size: int) -> Iterator[None]:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before[pid])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("whole", [True, False], ids=["server", "worker"])
 def test_files_that_may_not_grow(tmp_path: Path, tiny: Path, whole: bool) -> None:
     with serve(tmp_path / "data", _arguments(tiny)) as server, server.client() as client:

@@ -102,6 +102,7 @@ def test_accepted_work_is_finished_and_new_work_sent_away(tmp_path: Path, tiny: 
             assert "error" not in _result(client, promise["request_id"])
 
 
+@pytest.mark.exhaustive
 def test_a_hung_worker_does_not_keep_the_server(tmp_path: Path, tiny: Path) -> None:
     grace = 2.0
     with _server(tmp_path / "data", tiny, grace) as (server, client):

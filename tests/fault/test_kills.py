@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.fault.harness import CLIENT_SECONDS, MODEL, Service, sdk, serving, train
 
 STEPS = 12
@@ -59,6 +61,7 @@ class Killer:
             time.sleep(0.5)
 
 
+@pytest.mark.exhaustive
 def test_killed_workers_and_servers_leave_no_trace_in_what_two_clients_trained(tmp_path: Path, base: Path) -> None:
     victims = {(1, 2): "worker", (2, 4): "server", (1, 6): "worker", (2, 8): "worker", (1, 9): "server"}
     with serving(tmp_path, base, "--snapshot-operations", "5", "--snapshot-share", "1") as service:

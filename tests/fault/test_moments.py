@@ -73,6 +73,7 @@ async def _prove(folder: Path, base: Path, *, count: int, resumed: int, backups:
             assert len(wanted) > 1 or len(copies) == 1, "all copies are of the same moment"
 
 
+@pytest.mark.exhaustive
 async def test_copies_of_a_few_moments_open_and_one_goes_on(tmp_path: Path, base: Path) -> None:
     await _prove(tmp_path, base, count=8, resumed=1, backups=0, longest_pause=0.4)
 
