@@ -11,10 +11,9 @@ ROOT = Path(__file__).parent
 TOGETHER = {"docs", "e2e", "ray"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        place = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path
-        folder = place.parts[0]
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(place)))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """At once: pytest-xdist reads the groups before any other look at the whole collection."""
+    place = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path
+    folder = place.parts[0]
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(place)))
