@@ -1,19 +1,26 @@
 """How the tests are shared by processes (`pytest -n 2 --dist loadgroup`): files stay whole, and so do the folders whose
-tests share one server, or one cluster, unless a test names a group of its own."""
+tests share one server, or one cluster. Tests that take minutes each are shared one by one."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
-ROOT = Path(__file__).parent
-TOGETHER = {"docs", "e2e", "ray"}
+TOGETHER = ("tests/docs/", "tests/e2e/", "tests/ray/")
+APART = ("tests/fault/test_fail_points.py",)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """At once: pytest-xdist reads the groups before any other look at the whole collection."""
-    place = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path
-    folder = place.parts[0]
-    if item.get_closest_marker("xdist_group") is None:
-        item.add_marker(pytest.mark.xdist_group(folder if folder in TOGETHER else str(place)))
+class Groups(LoadScopeScheduling):
+    """What belongs together is told from the path; xdist's own groups need node ids that this pytest cannot change."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(APART):
+            return nodeid
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups | None:
+    """For `--dist loadgroup`."""
+    return Groups(config, log) if config.getvalue("dist") == "loadgroup" else None

@@ -105,9 +105,7 @@ def test_a_few_deaths_at_the_worst_places_change_nothing(tmp_path: Path, base: P
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(
-    "victim", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("edge", "worker", "tree")]
-)
+@pytest.mark.parametrize("victim", ["edge", "worker", "tree"])
 def test_whoever_dies_at_any_place_changes_nothing(
     tmp_path: Path, base: Path, expected: dict[str, object], victim: str, places: str
 ) -> None:
@@ -121,7 +119,6 @@ def test_whoever_dies_at_any_place_changes_nothing(
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("kinds")
 @pytest.mark.parametrize(("place", "victim"), [("accept.after_row", "edge"), ("result.before_row", "tree")])
 def test_a_death_at_either_end_of_any_kind_of_operation_changes_nothing(
     tmp_path: Path, base: Path, expected: dict[str, object], place: str, victim: str
