@@ -203,6 +203,11 @@ class Settings(BaseSettings):
     restart_limit: int = Field(
         3, ge=0, description="How often in a row a worker that died is started again before its base model fails."
     )
+    death_limit: Count = Field(
+        3,
+        description="How often in a row the whole server may be killed while it executes an operation before that "
+        "operation fails: it may be what takes the machine down.",
+    )
     turn_timeout: float = Field(
         900.0,
         ge=0,

@@ -123,6 +123,7 @@ class Recovery:
     Args:
         wanted: whether anything waits in a model's queue.
         failed: told at once when an operation that had succeeded fails when it is executed again.
+        death_limit: how often a server may be killed while it executes one operation again.
         clock: monotonic seconds.
     """
 
@@ -134,8 +135,10 @@ class Recovery:
         wanted: Callable[[str], bool],
         failed: Callable[[str, TinsmithError], None],
         clock: Callable[[], float],
+        death_limit: int = MAX_SERVER_DEATHS,
     ) -> None:
         self._history = history
+        self._death_limit = death_limit
         self._call = call
         self._wanted = wanted
         self._failed = failed
@@ -235,7 +238,7 @@ class Recovery:
             record.not_before = self._clock() + _RETRY_SECONDS
             return None
         after = [old for old in past.operations if old.seq_id > applied_seq]
-        if any(old.deaths >= MAX_SERVER_DEATHS for old in after):
+        if any(old.deaths >= self._death_limit for old in after):
             raise lost(model_id, "the server died each time that it executed one of its operations again")
         replays = [self._replay(model_id, past, old) for old in after]
         cut_off = [entry for entry in record.cut_off if not entry.over]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
 from workers.group import WorkerGroup
-from workers.recovery import RECOVERING, History
+from workers.recovery import MAX_SERVER_DEATHS, RECOVERING, History
 from workers.sampling_lane import SamplingLane
 from workers.snapshots import SnapshotPolicy
 from workers.throughput import Throughput, ThroughputMeter
@@ -63,6 +63,7 @@ class ModelRuntime:
         micro_batch_tokens: tokens of a training turn; None = what the engine likes.
         turn_timeout: seconds after which a turn counts as hung: the worker is ended and started again, as
             after a death. None = no limit.
+        death_limit: how often in a row a server may be killed while it executes an operation, before that fails.
         restart_limit: restarts in a row, without any completed work between them, before the runtime gives up.
         restart_pause: seconds before the first of those restarts; doubles each time.
         on_models_lost: told which models cannot be brought back after a worker died, before their operations fail.
@@ -84,6 +85,7 @@ class ModelRuntime:
         micro_batch_tokens: int | None = None,
         turn_timeout: float | None = None,
         restart_limit: int = 3,
+        death_limit: int = MAX_SERVER_DEATHS,
         restart_pause: float = 0.5,
         on_models_lost: Callable[[Sequence[str]], Awaitable[None]],
         history: History | None = None,
@@ -114,6 +116,7 @@ class ModelRuntime:
             history=history,
             policy=snapshots or SnapshotPolicy(),
             tell_lost=self._tell_lost,
+            death_limit=death_limit,
             clock=clock,
         )
         self._sampling = SamplingLane(

@@ -22,6 +22,7 @@ class RuntimeOptions:
     decode_slice: int = 8
     turn_timeout: float | None = None
     restart_limit: int = 3
+    death_limit: int = 3
     snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
 
     def make(
@@ -43,6 +44,7 @@ class RuntimeOptions:
             decode_slice=self.decode_slice,
             turn_timeout=self.turn_timeout,
             restart_limit=self.restart_limit,
+            death_limit=self.death_limit,
             on_models_lost=on_models_lost,
             history=history,
             snapshots=self.snapshots,

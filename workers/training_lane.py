@@ -64,6 +64,7 @@ class TrainingLane:
         history: the log and the snapshots from which models are brought back; None = a model that was on a worker which
             died is lost.
         policy: when snapshots are taken.
+        death_limit: how often in a row a server may be killed while it executes an operation.
         tell_lost: told which models cannot be brought back, before their operations fail.
     """
 
@@ -80,11 +81,13 @@ class TrainingLane:
         policy: SnapshotPolicy,
         tell_lost: Callable[[Sequence[str]], Awaitable[None]],
         clock: Callable[[], float],
+        death_limit: int = MAX_SERVER_DEATHS,
     ) -> None:
         self._desk = desk
+        self._death_limit = death_limit
         self._call = call
         self._line = TrainingLine(gap_timeout)
-        self._composer = Composer(self._line, Heads(), banned=_banned, check=self._check, refuse=self._refuse)
+        self._composer = Composer(self._line, Heads(), banned=self._banned, check=self._check, refuse=self._refuse)
         self._turns = TurnRunner(
             call,
             self._composer,
@@ -99,7 +102,9 @@ class TrainingLane:
         self._recovery: Recovery | None = None
         self._snapshots: Snapshots | None = None
         if history is not None:
-            self._recovery = Recovery(history, call, wanted=self._line.waiting, failed=self._try_again, clock=clock)
+            self._recovery = Recovery(
+                history, call, wanted=self._line.waiting, failed=self._try_again, clock=clock, death_limit=death_limit
+            )
             self._snapshots = Snapshots(history, call, policy, clock)
         self._tell_lost = tell_lost
         self._coming_back: str | None = None
@@ -487,17 +492,16 @@ class TrainingLane:
         error = WorkerDied("the worker died each time that it created this model")
         return [(entry, self._note_failure(entry, error))]
 
+    def _banned(self, entry: Entry) -> TinsmithError | None:
+        """Why an operation must not run at all."""
+        return _deadly("server") if entry.ticket.deaths >= self._death_limit else None
+
 
 def _deadly(victim: str) -> WorkerDied:
     return WorkerDied(
         f"the {victim} died each time that it executed this operation",
         hint="it may need more memory than there is: send fewer or shorter datums at a time",
     )
-
-
-def _banned(entry: Entry) -> TinsmithError | None:
-    """Why an operation must not run at all."""
-    return _deadly("server") if entry.ticket.deaths >= MAX_SERVER_DEATHS else None
 
 
 def _creates(operation: Operation) -> TypeGuard[CreateModel | LoadWeights]:

@@ -121,6 +121,8 @@ class ServiceSettings(Protocol):
     @property
     def restart_limit(self) -> int: ...
     @property
+    def death_limit(self) -> int: ...
+    @property
     def snapshot_operations(self) -> int: ...
     @property
     def snapshot_seconds(self) -> float: ...
@@ -235,6 +237,7 @@ def runtime_options(settings: ServiceSettings) -> RuntimeOptions:
         decode_slice=settings.decode_slice,
         turn_timeout=settings.turn_timeout or None,
         restart_limit=settings.restart_limit,
+        death_limit=settings.death_limit,
         snapshots=SnapshotPolicy(
             operations=settings.snapshot_operations,
             seconds=settings.snapshot_seconds,

@@ -57,6 +57,7 @@ class Service:
         self._command = [
             *(str(TINSMITH), "serve", "--port", str(port), "--data-dir", str(self.data_dir)),
             *("--base-model", f"{MODEL}={base}", "--threads", "1", "--shutdown-grace", "2", "--restart-limit", "50"),
+            *("--death-limit", "50"),
             *options,
         ]
         self._process: subprocess.Popen[bytes] | None = None

@@ -49,7 +49,6 @@ PLACES = {
     "weights": {
         "save.begun": 1,
         "save.written": 1,
-        "checkpoint.replaced": 1,
         "checkpoint.forgotten": 1,
         "expiry.found": 1,
         "copy.linked": 1,
@@ -60,9 +59,10 @@ PLACES = {
         "adapter.removed": 1,
         "session.over": 1,
     },
+    "overwriting": {"checkpoint.replaced": 1},
 }
 """The time that a process comes to the place at which the kill is done. As many deaths as a run of a minute or two has
-room for are in a group."""
+room for are in a group. What was overwritten is removed a moment later, so a death on the way would come before."""
 WITHOUT_A_WORKER = {"start.swept"}
 """Places at which the server has none."""
 RANK_PLACES = ("gradient.reduce",)

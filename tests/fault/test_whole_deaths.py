@@ -60,7 +60,12 @@ def test_what_kills_the_whole_tree_each_time_fails_and_nothing_else_notices(tmp_
     with serving(tmp_path / "calm", base) as service:
         _, expected = _victim(service, "forward_backward", "forward_backward", "optim_step")
         expected_bystander = _bystander(service)
-    with serving(tmp_path / "deadly", base, fail_at=";".join(deadly)) as service, ThreadPoolExecutor(1) as threads:
+    with (
+        serving(
+            tmp_path / "deadly", base, "--death-limit", str(MAX_SERVER_DEATHS), fail_at=";".join(deadly)
+        ) as service,
+        ThreadPoolExecutor(1) as threads,
+    ):
         bystander = threads.submit(_bystander, service)
         codes, saved = _victim(service, "forward_backward", "zero_grad", "forward_backward", "optim_step")
         assert codes == [None, "worker_died", None, None]
