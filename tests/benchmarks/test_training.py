@@ -39,6 +39,7 @@ def run(folder: Path, out: Path, *words: str) -> Any:
     return json.loads(out.read_text())
 
 
+@pytest.mark.exhaustive
 def test_sides_do_equal_work_and_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(folder, tmp_path / "out.json", "--cases", "tenants", "--tenants", "2", "--dtypes", "float32")
     (case,) = found["cases"]

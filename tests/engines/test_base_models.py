@@ -262,6 +262,7 @@ def test_the_command_line_prints_the_folder_or_the_reason(tiny: Path, tmp_path: 
     assert "config.json" in streams.err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.real_model
 def test_the_built_in_model_is_converted_once_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way: conversion with its own checks, tokenizer, chat template, and an answer in a batch."""

@@ -91,6 +91,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, base: Path) -> dict[str, 
         return found
 
 
+@pytest.mark.exhaustive
 def test_a_few_deaths_at_the_worst_places_change_nothing(tmp_path: Path, base: Path) -> None:
     """The undisturbed run is on the same server, after the last of the deaths."""
     markers = tmp_path / "markers"
