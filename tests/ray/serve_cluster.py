@@ -37,9 +37,9 @@ class RayProcesses:
         """The controller of Ray Serve."""
         return self._one("ray::ServeController")
 
-    def workers(self) -> list[int]:
-        """The processes that compute: children of the replica."""
-        return _children(self.replica())
+    def worker(self) -> int:
+        """The process that computes: the one rank of the group."""
+        return self._one("ray::RankActor")
 
     def kill(self, *pids: int) -> None:
         """End processes as the kernel does when there is no memory left."""

@@ -94,7 +94,7 @@ def test_killing_each_process_changes_no_bit(
             killed.append(name)
 
         if step == 1:
-            end("worker", *cluster.workers())
+            end("worker", cluster.worker())
         elif step == 3:
             end("replica", cluster.replica())
         elif step == 6:
