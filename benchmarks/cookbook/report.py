@@ -11,7 +11,7 @@ from benchmarks.cookbook.execute import Outcome, repeated
 
 PAGE = """# The cookbook
 
-The unmodified [`tinker-cookbook`](https://pypi.org/project/tinker-cookbook/) {version} runs against this server. The
+The unmodified `tinker-cookbook` {version} runs against this server. The
 table is written by `make cookbook`: a real server with SmolLM2-135M-Instruct, served under a name that the cookbook
 knows as well, and the cookbook's own programs as they are installed, without the network, small. `make cookbook
 ARGS="--only chat-sl distill"` runs a part and leaves this page alone.
