@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from workers.group import WorkerGroup
-from workers.recovery import History
+from workers.recovery import MAX_SERVER_DEATHS, History
 from workers.runtime import ModelRuntime
 from workers.snapshots import SnapshotPolicy
 from workers.under_way import UnderWay
@@ -22,7 +22,7 @@ class RuntimeOptions:
     decode_slice: int = 8
     turn_timeout: float | None = None
     restart_limit: int = 3
-    death_limit: int = 3
+    death_limit: int = MAX_SERVER_DEATHS
     snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
 
     def make(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from schemas.errors import TinsmithError
-from schemas.operations import Operation, OperationResult, SampleDelta, TopK
+from schemas.operations import Operation, OperationResult, SampleDelta
 from workers.faults import to_tinsmith_error
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -114,14 +114,6 @@ class Entry:
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.add_done_callback(_observe)
-
-
-def tail(delta: SampleDelta, known: int) -> SampleDelta:
-    """New tokens of a sample without the first `known` of them, which were told before."""
-    if known <= 0:
-        return delta
-    topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
-    return SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
 
 
 def _observe(loading: asyncio.Future[Operation]) -> None:

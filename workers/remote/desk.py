@@ -18,8 +18,9 @@ from schemas.operations import OperationResult, SampleDelta
 from workers.recovery import CREATION
 from workers.remote.messages import Header, NoteRefused, OpenModel, ReopenModel, Submit
 from workers.remote.places import Place
+from workers.reruns import unheard
 from workers.sampling_lane import cancelled
-from workers.tickets import QueueState, Ticket, tail
+from workers.tickets import QueueState, Ticket
 from workers.turn_runner import gone
 
 _log = logging.getLogger("tinsmith.remote")
@@ -132,14 +133,11 @@ class EdgeDesk:
         entry = self._open.get(request_id)
         if entry is None or entry.ticket.progress is None:
             return
-        before = entry.drawn.get(delta.index, 0)
-        after = entry.drawn[delta.index] = before + len(delta.tokens)
-        known = entry.told.get(delta.index, 0) - before
-        if known >= len(delta.tokens):
+        new = unheard(entry.told, entry.drawn, delta)
+        if new is None:
             return
-        entry.told[delta.index] = after
         try:
-            entry.ticket.progress(tail(delta, known))
+            entry.ticket.progress(new)
         except Exception:
             _log.exception("the progress of request %s cannot be told", request_id)
 
