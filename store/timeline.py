@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy import ColumnElement, and_, func, literal, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from store.records import OperationState, TimelineRecord
@@ -58,7 +58,10 @@ async def session_timeline(db: AsyncSession, session_id: str) -> list[TimelineRe
 
 
 def _of_session(session_id: str) -> ColumnElement[bool]:
-    prefixes = (f"model:{session_id}:", f"sampler:{session_id}:", f"session:{session_id}:")
-    # Ranges and not LIKE: they use the index, and no character of an id means anything else than itself.
-    inside = or_(*(and_(Operation.scope >= prefix, Operation.scope < prefix[:-1] + ";") for prefix in prefixes))
-    return and_(inside, Operation.state != "refused")
+    return and_(scopes_of(literal(session_id)), Operation.state != "refused")
+
+
+def scopes_of(session_id: ColumnElement[str]) -> ColumnElement[bool]:
+    """The scopes of a session. Ranges and not LIKE: they use the index, and no character means anything else."""
+    begins = [literal(kind) + session_id for kind in ("model:", "sampler:", "session:")]
+    return or_(*(and_(Operation.scope >= begin + ":", Operation.scope < begin + ";") for begin in begins))
