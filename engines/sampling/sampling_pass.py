@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from engines.lora import AdapterWeights, Router, Segments
 from engines.sampling.holders import AnyHolder
 from engines.sampling.kv import GROWTH, Holder
-from engines.torch_engine.attention import attending, capped_attention, check_known, sequences, visible
+from engines.torch_engine.attention import attended, attending, capped_attention, check_known, sequences, visible
 from engines.torch_engine.head import OutputHead
 from engines.torch_engine.packing import Filling
 from schemas.errors import EngineFailure
@@ -48,10 +48,11 @@ class Span:
         return self.tokens.numel()
 
 
-class _Current:
-    """The spans of the pass that runs, and where each begins."""
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """The spans of a pass, and where each begins."""
 
-    spans: Sequence[tuple[Span, int]] | None = None
+    parts: Sequence[tuple[Span, int]]
 
 
 class SamplingPass:
@@ -105,7 +106,8 @@ class SamplingPass:
     def _computed(
         self, spans: Sequence[Span], starts: Sequence[int], tokens: Tensor, positions: Tensor, segments: Segments
     ) -> list[Tensor]:
-        with self._attention(list(zip(spans, starts, strict=True))), self._router.use(segments):
+        over = _Spans(list(zip(spans, starts, strict=True)))
+        with attending(self._model, _NAME, over), self._router.use(segments):
             hidden = self._model.base_model(
                 input_ids=tokens.to(self.device).unsqueeze(0),
                 position_ids=positions.to(self.device).unsqueeze(0),
@@ -133,15 +135,6 @@ class SamplingPass:
         parts = torch.split(logits[: len(wanted)], [count for _, count in counts])
         # The width is named: beside rows that draw there may be a piece of a prompt of which no logits are wanted.
         return [part.view(len(span.tokens), span.keep, part.shape[1]) for span, part in zip(spans, parts, strict=True)]
-
-    @contextmanager
-    def _attention(self, spans: Sequence[tuple[Span, int]]) -> Iterator[None]:
-        outer, _Current.spans = _Current.spans, spans
-        try:
-            with attending(self._model, _NAME):
-                yield
-        finally:
-            _Current.spans = outer
 
 
 @contextmanager
@@ -191,15 +184,15 @@ def attend(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> ([1, T, heads, d], None), as the interface wants."""
-    spans = _Current.spans
-    if spans is None or attention_mask is not None:
+    spans = attended(module)
+    if not isinstance(spans, _Spans) or attention_mask is not None:
         raise EngineFailure("attention of samples outside of a pass of samples")
     check_known(unused)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     # The rows behind the last span fill the pass; what they compute is nobody's.
     output = query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
     rowwise, both = query[0].transpose(0, 1), None
-    for span, start in spans:
+    for span, start in spans.parts:
         rows, length = span.tokens.shape
         if length == 1 and softcap is None and (sliding_window is None or span.holder.length < sliding_window):
             both = torch.stack((key[0], value[0])).transpose(1, 2) if both is None else both

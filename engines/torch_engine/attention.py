@@ -20,36 +20,38 @@ from engines.torch_engine.packing import Pack
 from schemas.errors import EngineFailure
 
 _NAME = "tinsmith_packed"
+_OVER = "tinsmith_attends_over"
 _UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
-
-
-class _Current:
-    """The pack of the pass that runs. Not a context variable: backward passes on a GPU run in threads of autograd."""
-
-    pack: Pack | None = None
 
 
 @contextmanager
 def packed(model: Any, pack: Pack) -> Iterator[None]:
     """Passes inside (and their backward passes) attend within the sequences of this pack."""
-    outer, _Current.pack = _Current.pack, pack
-    try:
-        with attending(model, _NAME):
-            yield
-    finally:
-        _Current.pack = outer
+    with attending(model, _NAME, pack):
+        yield
 
 
 @contextmanager
-def attending(model: Any, name: str) -> Iterator[None]:
-    """Passes inside look their attention up by this name."""
-    config = model.config
-    former = config._attn_implementation
-    config._attn_implementation = name
+def attending(model: Any, name: str, over: object) -> Iterator[None]:
+    """Passes inside look their attention up by this name, and it finds `over` by `attended`.
+
+    Both lie on the model's configuration: engines in threads of one process do not meet there, and the backward passes
+    of a GPU, which run in threads of autograd, find them (in a context variable they would not).
+    """
+    config = model.config.get_text_config()
+    former, outer = model.config._attn_implementation, getattr(config, _OVER, None)
+    model.config._attn_implementation = name
+    setattr(config, _OVER, over)
     try:
         yield
     finally:
-        config._attn_implementation = former
+        setattr(config, _OVER, outer)
+        model.config._attn_implementation = former
+
+
+def attended(module: nn.Module) -> object:
+    """What the pass that runs in this attention is over; None outside of `attending`."""
+    return getattr(module.config, _OVER, None)
 
 
 def can_pack(model: Any) -> bool:
@@ -82,8 +84,8 @@ def attend(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> ([1, T, heads, d], None), as the interface wants."""
-    pack = _Current.pack
-    if pack is None or query.shape[2] != pack.rows or attention_mask is not None:
+    pack = attended(module)
+    if not isinstance(pack, Pack) or query.shape[2] != pack.rows or attention_mask is not None:
         raise EngineFailure("packed attention outside of a packed pass")
     check_known(unused)
     outputs = []
