@@ -65,7 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--rank", type=int, default=32)
     add("--batches", type=int, nargs="+", help="sizes of the batch cases (1 8 32)")
     add("--adapters", type=int, nargs="+", help="adapters in the mix (1 4 16)")
-    add("--new", type=int, help="tokens that a request draws (64)")
+    add("--new", type=int, help="tokens that a request draws (64); with rl a quarter to twice as many")
     add("--no-paged", action="store_true", help="leave out generate_batch of transformers")
     add("--quick", action="store_true", help="small sizes: shows that it runs, not how fast")
     add("--profile", action="store_true", help="one more round of every row under torch's profiler")
@@ -80,7 +80,8 @@ def sizes(given: argparse.Namespace) -> Sizes:
     found = replace(
         found, batches=tuple(given.batches or found.batches), adapters=tuple(given.adapters or found.adapters)
     )
-    return replace(found, new=given.new) if given.new else found
+    new: int | None = given.new
+    return replace(found, new=new, rl_new=(max(1, new // 4), 2 * new)) if new else found
 
 
 def build(given: argparse.Namespace, folder: Path) -> Iterator[SampleCase]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -752,3 +754,26 @@ def test_rows_of_one_adapter_stand_together(world: World, monkeypatch: pytest.Mo
     seen.clear()
     run(engine, {str(i): sample(p, adapter_folder=world.folders[n]) for i, (p, n) in pairs})
     assert set(seen) == {2}
+
+
+def test_engines_in_threads_of_one_process_do_not_meet(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Servers in one process (notebooks, tests) have an engine each; what one pass is over must not be the other's."""
+    model = copy.deepcopy(world.twin)
+    other = replace(world, model=model, router=attach(model))
+    params = SamplingParams(max_tokens=48, temperature=1.0, stop=(), seed=5)
+    requests = {str(number): sample(prompt, params) for number, prompt in enumerate(PROMPTS)}
+
+    def drawn(one: World) -> list[list[list[int]]]:
+        ended = run(one.engine(), requests)
+        return [sequences(ended[name]) for name in requests]
+
+    alone = drawn(world)
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # let the threads take turns within every pass
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(drawn, (world, other)))
+    finally:
+        sys.setswitchinterval(often)
+    assert both == [alone, alone]
+    assert not caplog.records, "a pass failed and was tried again"
