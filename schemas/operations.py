@@ -238,12 +238,15 @@ def _gb(size: int) -> str:
 @dataclass(frozen=True, slots=True)
 class SampleDelta:
     """New tokens of one sequence of a request: int32 [n], their logprobs float32 [n], and [n, k] alternatives if the
-    request asked for `topk_sample_logprobs` (None: they come with the result)."""
+    request asked for `topk_sample_logprobs` (None: they come with the result).
+
+    `stop_reason` comes with a sequence's last token, or with the result only."""
 
     index: int
     tokens: NDArray[np.int32]
     logprobs: Float32
     topk: TopK | None = None
+    stop_reason: Literal["stop", "length"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,4 +36,4 @@ def unheard(told: dict[int, int], drawn: dict[int, int], delta: SampleDelta) -> 
     if known <= 0:
         return delta
     topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
-    return SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk)
+    return SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk, delta.stop_reason)

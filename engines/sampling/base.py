@@ -110,4 +110,5 @@ def _join(index: int, parts: Sequence[SampleDelta]) -> SampleDelta:
     if len(tops) == len(parts):
         topk = TopK(np.concatenate([top.ids for top in tops]), np.concatenate([top.logprobs for top in tops]))
     tokens = np.concatenate([part.tokens for part in parts])
-    return SampleDelta(index, tokens, np.concatenate([part.logprobs for part in parts]), topk)
+    logprobs = np.concatenate([part.logprobs for part in parts])
+    return SampleDelta(index, tokens, logprobs, topk, parts[-1].stop_reason)

@@ -278,7 +278,10 @@ class ForeignSampler(SamplingEngine):
         taken = len(row.tokens) - before
         if taken and running.plan.request.stream:
             delta = SampleDelta(
-                row.index, np.array(row.tokens[before:], np.int32), np.array(row.logprobs[before:], np.float32)
+                row.index,
+                np.array(row.tokens[before:], np.int32),
+                np.array(row.logprobs[before:], np.float32),
+                stop_reason=row.stop_reason,
             )
             step.deltas.setdefault(running.request_id, []).append(delta)
         if news.finished and row.stop_reason is None:

@@ -57,9 +57,9 @@ class Row:
             self.stop_reason = "length"
 
     def newest(self) -> SampleDelta:
-        """The newest token by itself."""
+        """The newest token by itself, and why it is the last if it is."""
         tokens, logprobs = np.array(self.tokens[-1:], np.int32), np.array(self.logprobs[-1:], np.float32)
-        return SampleDelta(self.index, tokens, logprobs, _topk(self.topk[-1:]))
+        return SampleDelta(self.index, tokens, logprobs, _topk(self.topk[-1:]), self.stop_reason)
 
     def result(self) -> SampledSequence:
         """The finished continuation."""

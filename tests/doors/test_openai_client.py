@@ -91,6 +91,18 @@ def test_a_stream_is_sent_as_it_is_drawn_and_never_cuts_a_character(doors: Doors
     assert chunks[-1].usage.completion_tokens == len(ANSWER.encode()) + 1
 
 
+def test_a_choice_that_ends_before_the_others_says_so_at_once(doors: Doors) -> None:
+    stream = doors.openai().completions.create(
+        model=MODEL, prompt="x", n=4, seed=3, max_tokens=120, stop=["a", "e", "Q", "7"], stream=True, logprobs=0
+    )
+    told = [(chunk.choices[0].index, chunk.choices[0].finish_reason) for chunk in stream if chunk.choices]
+    ends = {index: place for place, (index, finish) in enumerate(told) if finish is not None}
+    last = {index: place for place, (index, finish) in enumerate(told) if finish is None}
+    assert ends.keys() == {0, 1, 2, 3}
+    assert all(last[index] < ends[index] for index in ends), "nothing comes after an end"
+    assert min(ends.values()) < max(last.values()), "all ends came with the last one"
+
+
 def test_a_chat_is_answered(doors: Doors, knowing: str) -> None:
     client = doors.openai()
     answer = client.chat.completions.create(model=knowing, messages=CHAT, temperature=0)

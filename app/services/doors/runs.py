@@ -45,16 +45,25 @@ class Ended:
     stop_reason: Literal["stop", "length"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """A sample's outcome is durable, and everything of it has been told."""
+
+
+_News = Drawn | Ended | _Settled | TinsmithError
+
+
 class _Follower:
     """Listens to one sample, and tells what was not told yet when its result is there."""
 
-    def __init__(self, number: int, sample: Sample, news: asyncio.Queue[Drawn | Ended | TinsmithError]) -> None:
+    def __init__(self, number: int, sample: Sample, news: asyncio.Queue[_News]) -> None:
         self._number = number
         self._wants_top = sample.topk_sample_logprobs > 0
         self._news = news
         self._told: dict[int, list[int]] = {index: [] for index in range(sample.num_samples)}
         self._late: set[int] = set()
         """Continuations whose alternatives come with the result only."""
+        self._ended: set[int] = set()
         self.result: SampleResult | None = None
         self._over = False
 
@@ -64,6 +73,8 @@ class _Follower:
             self._late.add(delta.index)
         if not self._over and delta.index not in self._late:
             self._tell(delta.index, delta.tokens, delta.logprobs, delta.topk)
+            if delta.stop_reason is not None:
+                self._end(delta.index, delta.stop_reason)
 
     def finished(self, result: SampleResult) -> None:
         """The result, before it is durable. Called in a thread."""
@@ -83,7 +94,13 @@ class _Follower:
                 return
             topk = sequence.topk and TopK(sequence.topk.ids[at:], sequence.topk.logprobs[at:])
             self._tell(index, sequence.tokens[at:], sequence.logprobs[at:], topk)
-            self._news.put_nowait(Ended(self._number, index, sequence.stop_reason))
+            self._end(index, sequence.stop_reason)
+        self._news.put_nowait(_Settled())
+
+    def _end(self, index: int, stop_reason: Literal["stop", "length"]) -> None:
+        if index not in self._ended:
+            self._ended.add(index)
+            self._news.put_nowait(Ended(self._number, index, stop_reason))
 
     def _tell(self, index: int, tokens: NDArray[np.int32], logprobs: Float32, topk: TopK | None) -> None:
         if len(tokens):
@@ -101,10 +118,9 @@ class DoorRun:
         self._futures = futures
         self._cancel = cancel
         self._project_id = project_id
-        self._news: asyncio.Queue[Drawn | Ended | TinsmithError] = asyncio.Queue()
+        self._news: asyncio.Queue[_News] = asyncio.Queue()
         self._followers: list[_Follower] = []
         self._open: set[str] = set()
-        self._sequences = 0
         self.records: list[OperationRecord] = []
 
     @property
@@ -118,7 +134,6 @@ class DoorRun:
         Raises as `Sampling.sample_directly`.
         """
         self._followers = [_Follower(number, sample, self._news) for number, sample in enumerate(samples)]
-        self._sequences = sum(sample.num_samples for sample in samples)
         accepted = await asyncio.gather(
             *(self._accept(weights, *each, stream) for each in zip(samples, self._followers, strict=True)),
             return_exceptions=True,
@@ -139,7 +154,7 @@ class DoorRun:
     async def follow(
         self, disconnected: Disconnected, *, pause: float | None = None
     ) -> AsyncGenerator[Drawn | Ended | None]:
-        """What happens, until every continuation has ended; None whenever nothing did for `pause` seconds.
+        """What happens, until every sample's outcome is durable; None whenever nothing did for `pause` seconds.
 
         Leaving early, for whatever reason, stops what still draws. Raises the error of a sample that failed, and
         `ClientDisconnect` when the client has gone away.
@@ -147,7 +162,7 @@ class DoorRun:
         gone = asyncio.ensure_future(disconnected())
         gone.add_done_callback(lambda _: self._news.put_nowait(_GONE))
         waits = [asyncio.create_task(self._wait(*each)) for each in zip(self.records, self._followers, strict=True)]
-        left = self._sequences
+        left = len(waits)
         try:
             while left:
                 try:
@@ -160,8 +175,10 @@ class DoorRun:
                     raise ClientDisconnect
                 if isinstance(news, TinsmithError):
                     raise news
-                left -= isinstance(news, Ended)
-                yield news
+                if isinstance(news, _Settled):
+                    left -= 1
+                else:
+                    yield news
         finally:
             for task in (gone, *waits):
                 task.cancel()
