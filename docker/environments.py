@@ -1,7 +1,7 @@
 """What `docker/engine_env.sh` builds, read from pyproject.toml: its groups of pins, and its table of environments.
 
-    python docker/environments.py                the names of all environments
-    python docker/environments.py NAME cpu|gpu   one of them, as assignments of a shell
+python docker/environments.py                the names of all environments
+python docker/environments.py NAME cpu|gpu   one of them, as assignments of a shell
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from engines.registry import capabilities, get_engine
@@ -21,7 +22,7 @@ from schemas.errors import TinsmithError, Unavailable
 ROOT = Path(__file__).resolve().parents[1]
 CHECK_SECONDS = 180.0
 """An interpreter that imports torch takes seconds, and many on a busy machine."""
-_TOLD = ("torch", "transformers")
+_TOLD = ("torch", "transformers", "ray")
 
 
 def environment_python(name: str) -> Path:
@@ -41,7 +42,7 @@ def engine_interpreter(engine: str, given: str | Path | None = None) -> Path | N
     """
     name = capabilities(engine).environment
     if given is not None:
-        return Path(given)
+        return Path(given).expanduser()
     return None if name is None else environment_python(name)
 
 
@@ -85,7 +86,7 @@ def with_project(base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def _say(engine: str) -> dict[str, str | None]:
+def _say(engine: str) -> Mapping[str, str | None]:
     """What `check_in` reads."""
     try:
         get_engine(engine)
@@ -93,7 +94,11 @@ def _say(engine: str) -> dict[str, str | None]:
         return {"error": error.message, "hint": error.hint}
     except Exception as error:  # whatever a broken installation raises while it is imported
         return {"error": f"engine {engine!r} cannot be imported ({type(error).__name__}: {error})", "hint": None}
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _TOLD}
+    found = {"python": platform.python_version()}
+    for name in _TOLD:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def main() -> None:

@@ -21,15 +21,22 @@ _log = logging.getLogger("tinsmith.workers")
 _CONVERT_SECONDS = 900.0
 
 
-def ready_interpreter(spec: WorkerSpec) -> str:
+def ready_interpreter(spec: WorkerSpec, *, ray: str | None = None) -> str:
     """The interpreter for the ranks of `spec`: this process's own, or that of its engine, which has been asked.
 
-    Raises `Unavailable` (what is missing there, and how to install it) and `InvalidRequest` (an unknown engine).
+    `ray`: the version of Ray that it must have, for ranks that are actors. Raises `Unavailable` (what is missing there,
+    and how to install it) and `InvalidRequest` (an unknown engine).
     """
     python = engine_interpreter(spec.engine, spec.engine_python)
     if python is None:
         return sys.executable
     found = check_in(python, spec.engine)
+    if ray is not None and found.get("ray") != ray:
+        has = f"ray {found['ray']}" if "ray" in found else "no ray"
+        raise Unavailable(
+            f"the environment of engine {spec.engine!r} has {has}; the cluster's is {ray}",
+            hint=f"install ray=={ray} there, on every node",
+        )
     _log.info("engine %s runs in %s (%s)", spec.engine, python, ", ".join(f"{k} {v}" for k, v in found.items()))
     _convert_built_in(spec)
     return str(python)

@@ -132,15 +132,16 @@ def _compared(name: str, parameter: Tensor, files: Files, stored: str, ranks: Ra
 
 
 @torch.no_grad()
-def _gather_rest(model: Any, device: torch.device) -> None:
+def _gather_rest(built: Any, device: torch.device) -> None:
     """Keep whole on every rank what is in no layer: embedding, last norm and output head.
 
     VeOmni makes the model the root, and passes here call its body: so the root is made ready by one pass of its own,
     and gathered once for all.
     """
-    if not isinstance(model, FSDPModule):
+    if not isinstance(built, FSDPModule):
         return
-    model.set_reshard_after_forward(False, recurse=False)
-    model.set_reshard_after_backward(False, recurse=False)
+    built.set_reshard_after_forward(False, recurse=False)
+    built.set_reshard_after_backward(False, recurse=False)
+    model: Any = built
     model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
     model.unshard()

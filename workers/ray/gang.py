@@ -35,13 +35,15 @@ _RankActor = ray.remote(concurrency_groups={_CONTROL: 2, _LIFE: 1})(RankActor)
 """Whatever names no group runs in the default one, which has one thread and keeps the order of the calls."""
 
 
-@ray.remote(max_retries=0)
 def _ask(spec: WorkerSpec) -> str | TinsmithError:
     """On a node: its interpreter for the ranks, or why there is none."""
     try:
-        return ready_interpreter(spec)
+        return ready_interpreter(spec, ray=ray.__version__)
     except TinsmithError as error:
         return error
+
+
+_Ask = ray.remote(max_retries=0)(_ask)
 
 
 _LOOK_SECONDS = 0.25
@@ -101,7 +103,7 @@ class Gang:
         nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         first = {node: index for index, node in sorted(nodes.items(), reverse=True)}
         asked = [
-            _ask.options(
+            _Ask.options(
                 num_cpus=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
                 runtime_env={"env_vars": node_environment(self._spec, bundle)},
