@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
-import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from engines.environments import check_in, engine_interpreter, environment_python
 from schemas.errors import Unavailable
+from tests.support.environments import empty_environment, like_this_one
 from tests.support.tiny_model import make_tiny_model
 from workers.interpreter import ready_interpreter
 from workers.local import LocalWorkerGroup
@@ -24,19 +23,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment without any package."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=False, symlinks=True)
-    return folder / "bin" / "python"
+    return empty_environment(tmp_path_factory.mktemp("environment"))
 
 
 @pytest.fixture
 def full(tmp_path: Path) -> Path:
-    """The interpreter of an environment with the packages of this one, the project itself not among them."""
-    venv.create(tmp_path / "full", with_pip=False, symlinks=True)
-    site = next((tmp_path / "full" / "lib").glob("python*/site-packages"))
-    (site / "others.py").write_text(f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})\n")
-    (site / "others.pth").write_text("import others\n")
-    return tmp_path / "full" / "bin" / "python"
+    """The interpreter of an environment with the packages of this one."""
+    return like_this_one(tmp_path / "full")
 
 
 def test_which_interpreter(tmp_path: Path) -> None:
