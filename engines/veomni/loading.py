@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def load_veomni(folder: Path, dtype: torch.dtype, device: torch.device, ranks: R
 
     Raises `Unavailable`; details go to the log only. `read_bytes` are those that this rank has compared.
     """
+    if "VEOMNI_VERBOSITY" not in os.environ:  # it prints every layer
+        logging.getLogger("veomni").setLevel(logging.WARNING)
     try:
         init_parallel_state(dp_size=ranks.size, dp_shard_size=ranks.size, dp_mode="fsdp2", device_type=device.type)
         files = Files.of(folder, _ENGINE)
