@@ -4,14 +4,14 @@ VENV := .venv
 ARGS ?=
 ENGINE ?= $(if $(shell command -v docker),docker,podman)
 
-.PHONY: engine-venv images lint-docker setup serve demo test test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
+.PHONY: engine-venv test-engines images lint-docker setup serve demo test test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
 $(VENV)/.ready: pyproject.toml constraints.txt docker/setup.sh docker/install_torch.py
 	PYTHON=$(PYTHON) ./docker/setup.sh $(VENV) && touch $@
 
-engine-venv:  ## build the environment of an engine that has one of its own: make engine-venv NAME=vllm
+engine-venv:  ## build the environment of an engine that has one of its own: make engine-venv NAME=veomni
 	PYTHON=$(PYTHON) ./docker/engine_env.sh $(NAME)
 
 serve: setup  ## start the server on 127.0.0.1 with the default model
@@ -22,6 +22,9 @@ demo: setup  ## fine-tune on a few poems, with a server running
 
 test: setup  ## run all tests, in two processes
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+test-engines: setup  ## build the environment of each engine that has one, and test it there: make test-engines [ARGS=veomni]
+	PYTHON=$(PYTHON) $(VENV)/bin/python -m tests.engines.field $(ARGS)
 
 test-exhaustive: setup  ## what takes minutes each: every kill, every moment, every layout
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m exhaustive $(ARGS)
@@ -55,8 +58,8 @@ compat: setup  ## older versions of the SDK against this server; writes docs/com
 clients: setup  ## clients generated from openapi.yaml do a training step; needs node 20
 	$(VENV)/bin/python -m tests.clients
 
-docs: setup  ## regenerate what is generated: openapi.yaml, docs/settings.md
-	$(VENV)/bin/python -m app.openapi && $(VENV)/bin/python -m app.settings_docs
+docs: setup  ## regenerate what is generated: openapi.yaml, docs/settings.md, the table in docs/engines.md
+	$(VENV)/bin/python -m app.openapi && $(VENV)/bin/python -m app.settings_docs && $(VENV)/bin/python -m app.engines_docs
 
 proto: setup  ## regenerate the protobuf code
 	$(VENV)/bin/python -m grpc_tools.protoc -I schemas/proto --python_out=schemas/proto --pyi_out=schemas/proto schemas/proto/tinker_public.proto

@@ -21,7 +21,9 @@ from app.checks import Check, megabytes
 from app.serve import cannot_listen, listen
 from app.settings import BaseModelSource, Settings
 from engines.base_models import built_in_folder
+from engines.environments import check_in, engine_interpreter, with_project
 from engines.machine import compute_threads
+from schemas.errors import TinsmithError
 
 LITTLE_ROOM, TOO_LITTLE_ROOM = 2 << 30, 100 << 20
 """Free bytes on the disk below which there is a warning, and below which a server should not be started."""
@@ -34,10 +36,12 @@ _WIDTH = {"float32": 4, "bfloat16": 2}
 
 def check_machine(settings: Settings, running: str | None) -> list[Check]:
     """Every check of the machine. `running`: the process id of the server on this data folder, if there is one."""
-    plan = _plan(settings)
+    engine, python = _engine(settings)
+    plan = _plan(settings, python)
     return [
         _disk(settings.data_dir),
         _port(settings, running),
+        engine,
         _compute(settings, plan),
         *(_memory(settings, model, plan, running) for model in settings.base_model),
         _versions(),
@@ -66,11 +70,26 @@ def _port(settings: Settings, running: str | None) -> Check:
     return Check("port", "ok", f"{settings.host}:{settings.port} is free")
 
 
-def _plan(settings: Settings) -> dict[str, Any]:
-    """What a worker would compute on (`engines.torch_engine.plan`), or `{"error"}`."""
-    command = [sys.executable, "-m", "engines.torch_engine.plan", settings.device, settings.dtype]
+def _engine(settings: Settings) -> tuple[Check, str]:
+    """Whether the engine can run, and the interpreter that it would run in; one without an environment of its own, or
+    one that cannot run, counts with the server's."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_SECONDS, check=False)
+        python = engine_interpreter(settings.engine, settings.engine_python)
+        if python is None:
+            return Check("engine", "ok", f"{settings.engine}, in the server's own environment"), sys.executable
+        found = ", ".join(f"{name} {number}" for name, number in check_in(python, settings.engine).items())
+        return Check("engine", "ok", f"{settings.engine}, in an environment of its own: {found}"), str(python)
+    except TinsmithError as error:
+        return Check("engine", "fail", error.message, () if error.hint is None else (error.hint,)), sys.executable
+
+
+def _plan(settings: Settings, python: str) -> dict[str, Any]:
+    """What a worker would compute on (`engines.torch_engine.plan`), or `{"error"}`."""
+    command = [python, "-m", "engines.torch_engine.plan", settings.device, settings.dtype]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PLAN_SECONDS, env=with_project(os.environ), check=False
+        )
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         return {"error": f"torch did not start within {PLAN_SECONDS} s"}

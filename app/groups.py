@@ -31,6 +31,7 @@ def worker_spec(settings: Settings, name: str, source: str | None) -> WorkerSpec
         source=source,
         data_dir=str(settings.data_dir),
         engine=settings.engine,
+        engine_python=None if settings.engine_python is None else str(settings.engine_python.expanduser()),
         dtype=settings.dtype,
         device=settings.device,
         threads=compute_threads(settings.threads, settings.ranks, os.environ),

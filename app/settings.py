@@ -27,6 +27,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from engines.registry import ENGINES, capabilities, sampler_kind
+from schemas.errors import InvalidRequest
+
 DEFAULT_BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENV_PREFIX = "TINSMITH_"
 OTHER_ENV = frozenset({"TINSMITH_CONFIG", "TINSMITH_URL", "TINSMITH_KEY", "TINSMITH_FAIL_AT"})
@@ -146,13 +149,20 @@ class Settings(BaseSettings):
         "tokenizer). Repeat the option for several; in the file a list of strings or of tables "
         "{name, path, tokenizer_id}.",
     )
-    engine: Literal["torch", "fsdp"] = Field(
+    engine: str = Field(
         "torch",
-        description="Library that computes. torch: one process for each base model. fsdp: as many processes as `ranks` "
-        "says, each with its slices of the model. See docs/engines.md.",
+        json_schema_extra={"choices": list(ENGINES)},
+        description="Library that computes. torch: one process for each base model. The others: as many processes as "
+        "`ranks` says, each with its slices of the model. See docs/engines.md.",
+    )
+    engine_python: Path | None = Field(
+        None,
+        description="Python interpreter of the environment that has the engine's library. Unset: for an engine with an "
+        "environment of its own the one that `make engine-venv NAME=ENGINE` makes, else the server's.",
     )
     ranks: Annotated[int, Field(ge=1, le=1024)] = Field(
-        1, description="Processes that compute each base model together, on a GPU each or on the CPU (engine fsdp)."
+        1,
+        description="Processes that compute each base model together, on a GPU each or on the CPU (not engine torch).",
     )
     rank_timeout: Seconds = Field(
         120.0,
@@ -389,11 +399,27 @@ class Settings(BaseSettings):
             raise ValueError(f"{doubled[0]!r} is given twice; every base model needs a name of its own")
         return value
 
-    @field_validator("ranks")
+    @field_validator("engine")
     @classmethod
-    def _ranks_need_an_engine(cls, value: int, info: ValidationInfo) -> int:
-        if value > 1 and info.data.get("engine") == "torch":
-            raise ValueError("engine torch computes in one process; choose engine fsdp for several")
+    def _known_engine(cls, value: str) -> str:
+        if value not in ENGINES:
+            raise ValueError(f"it must be one of {', '.join(ENGINES)}")
+        return value
+
+    @field_validator("ranks", "device", "sampler")
+    @classmethod
+    def _engine_can(cls, value: Any, info: ValidationInfo) -> Any:
+        if "engine" in info.data:  # else that is what is refused
+            can = capabilities(info.data["engine"])
+            try:
+                if info.field_name == "ranks":
+                    can.check_ranks(value)
+                elif info.field_name == "device":
+                    can.check_device(value)
+                else:
+                    can.check_sampler(sampler_kind(value))
+            except InvalidRequest as error:
+                raise ValueError(error.message.partition("; ")[2]) from None
         return value
 
     @field_validator("data_dir")

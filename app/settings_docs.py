@@ -59,6 +59,9 @@ def default_text(info: FieldInfo) -> str:
 
 def kind_text(info: FieldInfo) -> str:
     """What may be given: `INT`, `NUMBER`, `TEXT`, `NAME[=PATH]`, `FOLDER`, or the choices."""
+    extra = info.json_schema_extra
+    if isinstance(extra, dict) and isinstance(choices := extra.get("choices"), list):
+        return "|".join(map(str, choices))
     if get_origin(info.annotation) is Literal:
         return "|".join(str(choice) for choice in get_args(info.annotation))
     text = str(info.annotation)

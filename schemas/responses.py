@@ -44,6 +44,7 @@ from schemas.http.sampling import (
 from schemas.http.server import (
     ClientConfigResponse,
     ClientDynamicConfigResponse,
+    EngineCapabilities,
     ErrorInfo,
     ErrorResponse,
     HealthResponse,
@@ -117,6 +118,7 @@ __all__ = [
     "CreateSamplingSessionResponse",
     "CreateSessionResponse",
     "Cursor",
+    "EngineCapabilities",
     "ErrorInfo",
     "ErrorResponse",
     "ExternalWeightsUrls",

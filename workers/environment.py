@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping
-from pathlib import Path
 
+from engines.environments import with_project
+from engines.registry import capabilities
 from workers.spec import WorkerSpec
 
 MALLOC_TUNABLES = ":".join(
@@ -35,11 +35,9 @@ def worker_environment(spec: WorkerSpec, base: Mapping[str, str]) -> dict[str, s
     env.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
     # Layers of a sharded model are gathered and freed in every pass; with these tunables that memory is hoarded
     # (measured: 1.2 GB and growing where 0.65 GB is enough).
-    tuned = platform.libc_ver()[0] == "glibc" and spec.engine != "fsdp"
+    tuned = platform.libc_ver()[0] == "glibc" and not capabilities(spec.engine).several_ranks
     if spec.threads is not None:
         env.update(OMP_NUM_THREADS=str(spec.threads), MKL_NUM_THREADS=str(spec.threads))
     if tuned and "glibc.malloc" not in env.get("GLIBC_TUNABLES", ""):
         env["GLIBC_TUNABLES"] = ":".join(filter(None, [env.get("GLIBC_TUNABLES"), MALLOC_TUNABLES]))
-    root = str(Path(__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    return env
+    return with_project(env)

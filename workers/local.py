@@ -23,6 +23,7 @@ from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import BaseModelInfo
 from workers.dispatch import RankAnswer, merge
 from workers.environment import worker_environment
+from workers.interpreter import ready_interpreter
 from workers.messages import (
     PICKLE_PROTOCOL,
     Answer,
@@ -81,6 +82,8 @@ class LocalWorkerGroup:
         self._call_ids = itertools.count()
         self._current: _Incarnation | None = None
         self._progress: str | None = None
+        self._python: str | None = None
+        """The interpreter of the ranks, once it has been asked whether it can run them."""
 
     @property
     def progress(self) -> str | None:
@@ -151,6 +154,8 @@ class LocalWorkerGroup:
     # -- sending -------------------------------------------------------------------------------------------------
     def _spawn(self, life: _Incarnation) -> None:
         """In the sender thread: starting an interpreter takes tens of milliseconds."""
+        if self._python is None:
+            self._python = ready_interpreter(self._spec)
         env = worker_environment(self._spec, os.environ)
         # Rank 0 inherits the socket at which the others meet it, so that nobody can take its port meanwhile.
         with socket.create_server(("127.0.0.1", 0)) as meeting:
@@ -161,6 +166,7 @@ class LocalWorkerGroup:
                     on_reply=lambda process, reply: self._post(life, self._take_reply, process, reply),
                     on_end=lambda process, reason: self._post(life, self._take_end, process, reason),
                     inherited=(meeting.fileno(),) if rank == 0 and self._spec.ranks > 1 else (),
+                    python=self._python,
                 )
                 life.ranks.append(process)
                 if life.over:

@@ -24,7 +24,8 @@ class RankProcess:
     """A child process with one reader thread.
 
     `on_reply(self, reply)` and, once, `on_end(self, reason)` are called from the reader thread. `inherited` are
-    descriptors that the process gets besides its standard ones, under the same numbers.
+    descriptors that the process gets besides its standard ones, under the same numbers; `python` is the interpreter
+    that runs it, which finds the project by `env`.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class RankProcess:
         on_reply: Callable[[RankProcess, Reply], None],
         on_end: Callable[[RankProcess, str], None],
         inherited: tuple[int, ...] = (),
+        python: str = sys.executable,
     ) -> None:
         self.rank = start.rank
         self._on_reply = on_reply
         self._on_end = on_end
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "workers.child"],
+            [python, "-m", "workers.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=dict(env),

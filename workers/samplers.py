@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engines.registry import get_sampler, is_address
+from engines.registry import capabilities, get_sampler, is_address, sampler_kind
 from engines.sampling.base import SamplingEngine
 from engines.sampling.elsewhere import Elsewhere
 from engines.torch_engine.engine import TorchEngine
@@ -20,6 +20,7 @@ GIB = 1 << 30
 
 def check_sampler(spec: WorkerSpec) -> None:
     """Raise `Unavailable` or `InvalidRequest` if the sampler cannot run here, before anything is loaded."""
+    capabilities(spec.engine).check_sampler(sampler_kind(spec.sampler))
     chosen = get_sampler(spec.sampler)
     if spec.sampler == "vllm" and spec.sampler_python is not None:
         from engines.sampling.vllm.environment import find_vllm

@@ -17,6 +17,7 @@ class WorkerSpec:
         source: where its weights come from (a folder or a hub id); None = the built-in default of that name.
         data_dir: the server's data folder, for converted and downloaded base models.
         engine: a name of `engines.registry`.
+        engine_python: an interpreter that has the engine's library; None = that of `make engine-venv`, or this one.
         dtype, device: passed to the engine; "auto" lets it choose.
         threads: compute threads per rank; None = the cores that the process may use, shared by the ranks.
         ranks: number of processes.
@@ -42,6 +43,7 @@ class WorkerSpec:
     source: str | None
     data_dir: str
     engine: str = "torch"
+    engine_python: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None

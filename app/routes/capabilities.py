@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from fastapi import APIRouter
 
 from app.dependencies import ServicesDep
-from schemas.responses import ServerCapabilitiesResponse, SupportedModel
+from engines.registry import capabilities
+from schemas.responses import EngineCapabilities, ServerCapabilitiesResponse, SupportedModel
 
 router = APIRouter(tags=["server"])
 
@@ -23,4 +26,12 @@ async def get_server_capabilities(services: ServicesDep) -> ServerCapabilitiesRe
         usable = runtime.state != "failed"
         length = runtime.info.context_length if runtime.info is not None else None
         models.append(SupportedModel(model_name=name, max_context_length=length, trainable=usable, sampleable=usable))
-    return ServerCapabilitiesResponse(supported_models=models, notes=list(NOTES))
+    engine = _engine(services.settings.engine)
+    return ServerCapabilitiesResponse(supported_models=models, engine=engine, notes=list(NOTES))
+
+
+def _engine(name: str) -> EngineCapabilities:
+    """Where an environment is, is nobody's business but the operator's."""
+    facts = asdict(capabilities(name))
+    del facts["engine"], facts["environment"]
+    return EngineCapabilities(name=name, **facts)

@@ -44,6 +44,7 @@ from app.services.traces import Traces
 from app.services.training import Training
 from app.services.usage import Usage
 from app.services.weights import Weights
+from engines.registry import capabilities
 from store.added_models import read_added
 from store.artifact_place import open_artifacts
 from store.artifacts import ArtifactStore
@@ -99,6 +100,8 @@ class ServiceSettings(Protocol):
     def artifacts_timeout(self) -> float: ...
     @property
     def artifacts_cache_bytes(self) -> int: ...
+    @property
+    def engine(self) -> str: ...
     @property
     def max_rank(self) -> int: ...
     @property
@@ -324,6 +327,7 @@ def build_services(
     checkpoints = Checkpoints(store, artifacts, clock)
     stability = Stability(store, settings.stability_retention, clock)
     custom_losses = CustomLosses(store, new_id=new_id, clock=clock)
+    can = capabilities(settings.engine)
     training = Training(
         store=store,
         models=models,
@@ -331,6 +335,7 @@ def build_services(
         runs=runs,
         stability=stability,
         custom_losses=custom_losses,
+        capabilities=can,
         max_rank=settings.max_rank,
         max_request_tokens=settings.max_request_tokens,
         draw_seed=draw_seed,
@@ -338,7 +343,13 @@ def build_services(
     )
     signed = SignedUrls(load_secret(settings.data_dir / "url_secret"), clock)
     weights = Weights(
-        store=store, models=models, operations=operations, runs=runs, checkpoints=checkpoints, clock=clock
+        store=store,
+        models=models,
+        operations=operations,
+        runs=runs,
+        checkpoints=checkpoints,
+        capabilities=can,
+        clock=clock,
     )
     sampling = Sampling(
         store=store,

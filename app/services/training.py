@@ -32,6 +32,7 @@ from app.services.provenance import with_recorded
 from app.services.runs import Runs, model_scope, optimizer_of, require_active
 from app.services.stability import Stability
 from app.services.usage import batch_tokens
+from engines.capabilities import Capabilities
 from schemas.errors import InvalidRequest
 from schemas.http.base import RequestModel, ResponseModel
 from schemas.operations import (
@@ -61,6 +62,7 @@ class Training:
     """Accepts training requests.
 
     Args:
+        capabilities: of the engine that trains.
         draw_seed: makes a seed for an adapter whose client gave none.
         clock: the time, aware UTC.
     """
@@ -74,6 +76,7 @@ class Training:
         runs: Runs,
         stability: Stability,
         custom_losses: CustomLosses,
+        capabilities: Capabilities,
         max_rank: int,
         max_request_tokens: int,
         draw_seed: Callable[[], int],
@@ -85,6 +88,7 @@ class Training:
         self._runs = runs
         self._stability = stability
         self._custom_losses = custom_losses
+        self._capabilities = capabilities
         self._max_rank = max_rank
         self._max_request_tokens = max_request_tokens
         self._draw_seed = draw_seed
@@ -99,6 +103,7 @@ class Training:
         session_id = request.session_id
         await self._require_session(project_id, session_id)
         runtime = self._models.runtime(request.base_model)
+        self._capabilities.check_optimizer(request.optimizer_config.type)
         lora = self._lora(request)
         model_id = model_id_of(session_id, request.model_seq_id)
 

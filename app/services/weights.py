@@ -23,6 +23,7 @@ from app.services.operations import Finished, Operations, Rows, Submission, resu
 from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
 from app.services.runs import Runs, model_scope, optimizer_of, optimizer_type, require_active
 from app.services.training import creation_scope, json_result, request_digest, state_rows
+from engines.capabilities import Capabilities
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.fail_points import fail_point
 from schemas.operations import LoadWeights, OperationResult, OptimizerType, SavedAdapter, SaveWeights
@@ -57,7 +58,8 @@ class _Saving:
 
 
 class Weights:
-    """Accepts the requests that save and load weights. `clock` is the time, aware UTC."""
+    """Accepts the requests that save and load weights. `capabilities` are those of the engine; `clock` is the time,
+    aware UTC."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Weights:
         operations: Operations,
         runs: Runs,
         checkpoints: Checkpoints,
+        capabilities: Capabilities,
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
@@ -74,6 +77,7 @@ class Weights:
         self._operations = operations
         self._runs = runs
         self._checkpoints = checkpoints
+        self._capabilities = capabilities
         self._clock = clock
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -324,6 +328,7 @@ class Weights:
                 field="base_model",
             )
         optimizer = _new_optimizer(request, checkpoint)
+        self._capabilities.check_optimizer(optimizer, field="optimizer")
         runtime = self._models.runtime(base_model)
         model_id = model_id_of(session_id, model_seq_id)
 

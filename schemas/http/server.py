@@ -49,10 +49,26 @@ class SupportedModel(ResponseModel):
     sampleable: bool = Field(description="Whether it can be sampled now.")
 
 
+class EngineCapabilities(ResponseModel):
+    """What the engine can do that computes every base model of this server."""
+
+    name: str = Field(description="The engine.")
+    devices: list[str] = Field(description="Kinds of devices that it computes on.")
+    several_ranks: bool = Field(description="Whether several processes may compute one base model.")
+    many_adapters: bool = Field(description="Whether datums of different training runs share a pass.")
+    packed: bool = Field(description="Whether datums share a row of a pass, where model and machine allow it.")
+    tensor_parallel: bool = Field(description="Whether single weights can be split over ranks.")
+    pipeline_parallel: bool = Field(description="Whether layers can be split over ranks.")
+    optimizers: list[str] = Field(description="What optimizer_config.type may be.")
+    modalities: list[str] = Field(description="What datums and prompts may hold.")
+    samplers: list[str] = Field(description="Samplers that can run beside it.")
+
+
 class ServerCapabilitiesResponse(ResponseModel):
     """Result of `get_server_capabilities`."""
 
     supported_models: list[SupportedModel] = Field(description="Every base model that this server was started with.")
+    engine: EngineCapabilities = Field(description="What computes them. Not in the hosted service's answer.")
     notes: list[str] = Field(description="Where this server, for good reasons, is not the hosted service.")
 
 

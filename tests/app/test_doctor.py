@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -221,13 +222,23 @@ def test_the_command_ends_with_0_or_1_and_writes_a_table_or_json(
     report = json.loads(found.stdout)
     assert (found.exit_code, report["ok"]) == (0, True), found.output
     named = {check["name"]: check for check in report["checks"]}
-    assert {"disk", "port", "compute", "model acme/tiny", "versions"} <= named.keys()
+    assert {"disk", "port", "engine", "compute", "model acme/tiny", "versions"} <= named.keys()
+    assert named["engine"]["detail"] == "torch, in the server's own environment"
     assert "1 threads" in named["compute"]["detail"]
     assert "float32" in named["compute"]["detail"] or "bfloat16" in named["compute"]["detail"]
     assert "SDK tinker" in named["versions"]["detail"]
     assert refused.exit_code == 1
     assert "fail  port" in refused.stdout
     assert "the port is in use" in refused.stdout
+
+
+def test_an_engine_that_cannot_run_is_told(tmp_path: Path) -> None:
+    from app.doctor_machine import _engine
+
+    check, python = _engine(Settings(engine="veomni", engine_python=tmp_path / "absent"))
+    assert (check.status, python) == ("fail", sys.executable)
+    assert "environment of its own" in check.detail
+    assert "make engine-venv NAME=veomni" in check.items[0]
 
 
 def test_a_model_that_does_not_fit_is_told(tmp_path: Path, folder: Path) -> None:

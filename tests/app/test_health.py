@@ -103,6 +103,9 @@ async def test_capabilities(edge: Edge) -> None:
     assert answer["supported_models"] == [
         {"model_name": MODEL, "max_context_length": 64, "trainable": True, "sampleable": True},
     ]
+    assert answer["engine"]["name"] == "torch"
+    assert answer["engine"]["optimizers"] == ["adamw", "dimuon"]
+    assert answer["engine"]["several_ranks"] is False
     # What is this server's own under a name of the hosted service says so.
     assert [note.split()[0] for note in answer["notes"]] == ["stable_reinforce", "dimuon"]
 

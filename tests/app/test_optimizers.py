@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engines.capabilities import Capabilities
 from tests.app.conftest import MODEL
 from tests.support.api import DATA, Api
 
@@ -113,6 +114,23 @@ async def test_unknown_optimizers_are_refused_naming_the_known_ones(api: Api) ->
     )
     assert "adamw" in answer.json()["detail"]
     assert "dimuon" in answer.json()["detail"]
+
+
+async def test_an_optimizer_that_the_engine_lacks_is_refused_before_any_work(api: Api) -> None:
+    """At creation and when a checkpoint is loaded: no run is made, and the number in order is not used up."""
+    session = await api.session()
+    model = await dimuon_model(api, session)
+    path = (await api.do("save_weights", model_id=model, path="saved"))["path"]
+    services = api.edge.app.state.services
+    for service in (services.training, services.weights):
+        service._capabilities = Capabilities("small", optimizers=("adamw",))
+    made = await api.post("create_model", session_id=session, model_seq_id=1, base_model=MODEL, optimizer_config=DIMUON)
+    loaded = await api.post("load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True)
+    for answer, field in ((made, "optimizer_config.type"), (loaded, "optimizer")):
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["field"] == field
+        assert "'dimuon'; engine 'small' accepts: adamw" in answer.json()["detail"]
+    await api.model(session, 1)
 
 
 async def test_checkpoints_and_resumed_runs_keep_the_optimizer(api: Api) -> None:

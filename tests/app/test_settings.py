@@ -55,6 +55,8 @@ def test_base_models_in_every_form(tmp_path: Path) -> None:
         ({"TINSMITH_BASE_MODEL": "a,a"}, ["base_model", "'a'", "twice"]),
         ({"TINSMITH_BASE_MODEL": "a="}, ["base_model", "nothing after"]),
         ({"TINSMITH_DTYPE": "float16"}, ["dtype", "'float16'", "'bfloat16'"]),
+        ({"TINSMITH_ENGINE": "tensor"}, ["engine", "'tensor'", "torch, fsdp"]),
+        ({"TINSMITH_RANKS": "2"}, ["ranks", "'2'", "environment", "engine 'torch'", "one process"]),
         ({"TINSMITH_CONFIG": "/does/not/exist.toml"}, ["/does/not/exist.toml", "No such file"]),
     ],
 )

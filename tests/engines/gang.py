@@ -19,7 +19,7 @@ from workers.local import LocalWorkerGroup
 from workers.spec import WorkerSpec
 from workers.tinker import TinkerActorRolloutRefWorker
 
-SECONDS = 240.0
+SECONDS = 600.0
 
 
 class Gang:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from datetime import timedelta
 
@@ -36,6 +37,13 @@ class GangWorker:
         """Variables of every rank's process."""
         found: list[dict[str, str | None]] = [{} for _ in range(distributed.get_world_size())]
         distributed.all_gather_object(found, {name: os.environ.get(name) for name in names})
+        return found
+
+    @register(Dispatch.ONE_TO_ALL)
+    def prefixes(self) -> list[str]:
+        """The folder of every rank's Python environment."""
+        found = [""] * distributed.get_world_size()
+        distributed.all_gather_object(found, sys.prefix)
         return found
 
     @register(Dispatch.ONE_TO_ALL)

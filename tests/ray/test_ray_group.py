@@ -18,6 +18,7 @@ import ray
 
 from schemas.errors import InvalidRequest, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Datum, LoraSpec, OptimStep, OptimStepParams, TrainBatch
+from tests.support.environments import like_this_one
 from tests.support.tiny_model import make_tiny_model
 from tests.workers.group_contract import SPEC, GroupContract, batch
 from tests.workers.harness import process_exists, running, until, value
@@ -45,6 +46,25 @@ def test_what_a_rank_takes_of_a_cluster() -> None:
     with pytest.raises(InvalidRequest, match=r"'cuda:1'.*use 'cuda', 'cpu' or 'auto'") as caught:
         rank_bundle(replace(spec, device="cuda:1"), {"GPU": 2.0})
     assert caught.value.field == "device"
+
+
+# -- an interpreter of the ranks' own ---------------------------------------------------------------------------------
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ray_cluster")
+async def test_ranks_run_in_the_interpreter_that_is_given_and_none_where_it_is_missing(tmp_path: Path) -> None:
+    """The node is asked first: what it says is the error, and not Ray's words for a process that does not start."""
+    python = like_this_one(tmp_path / "environment")
+    group = RayWorkerGroup(replace(GANG, engine_python=str(python)), start_timeout=240, options=SMALL)
+    await group.start()
+    try:
+        assert await group.call("prefixes") == [str(tmp_path / "environment")] * 2
+    finally:
+        await group.stop()
+    missing = replace(GANG, engine="veomni", engine_python=str(tmp_path / "absent"))
+    group = RayWorkerGroup(missing, start_timeout=240, options=SMALL)
+    with pytest.raises(Unavailable, match="environment of its own") as caught:
+        await group.start()
+    assert "make engine-venv NAME=veomni" in (caught.value.hint or "")
 
 
 # -- one start of a cluster in the ordinary suite ----------------------------------------------------------------------

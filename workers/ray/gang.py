@@ -16,11 +16,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from engines.environments import engine_interpreter
 from engines.ranks import Place
-from schemas.errors import Unavailable, WorkerDied
+from schemas.errors import TinsmithError, Unavailable, WorkerDied
+from workers.interpreter import ready_interpreter
 from workers.messages import PICKLE_PROTOCOL, Call
 from workers.ray.placement import Bundle, node_environment, rank_bundle, shortage
 from workers.ray.rank_actor import RankActor, Site
@@ -31,6 +33,19 @@ _log = logging.getLogger("tinsmith.workers")
 _CONTROL, _LIFE = "control", "life"
 _RankActor = ray.remote(concurrency_groups={_CONTROL: 2, _LIFE: 1})(RankActor)
 """Whatever names no group runs in the default one, which has one thread and keeps the order of the calls."""
+
+
+def _ask(spec: WorkerSpec) -> str | TinsmithError:
+    """On a node: its interpreter for the ranks, or why there is none."""
+    try:
+        return ready_interpreter(spec, ray=ray.__version__)
+    except TinsmithError as error:
+        return error
+
+
+_Ask = ray.remote(max_retries=0)(_ask)
+
+
 _LOOK_SECONDS = 0.25
 """How often waiting for a place looks whether it is still wanted."""
 
@@ -46,7 +61,7 @@ class GangOptions:
     Args:
         bundle: what one rank takes of the cluster; None = what the spec says (`rank_bundle`).
         place_timeout: seconds until a cluster without room counts as too small.
-        python: an interpreter on the nodes for the ranks; None = that of the server.
+        python: an interpreter on the nodes for the ranks; None = what the spec says (`ready_interpreter`).
     """
 
     bundle: Bundle | None = None
@@ -77,12 +92,34 @@ class Gang:
                 raise WorkerDied("the worker was stopped")
             if time.monotonic() > deadline:
                 raise Unavailable(shortage(self._spec.model, self._spec.ranks, bundle, self._options.place_timeout))
-        self._actors = [self._create_actor(rank, bundle) for rank in range(self._spec.ranks)]
+        python = self._options.python or self._interpreter(bundle)
+        self._actors = [self._create_actor(rank, bundle, python) for rank in range(self._spec.ranks)]
 
-    def _create_actor(self, rank: int, bundle: Bundle) -> Any:
+    def _interpreter(self, bundle: Bundle) -> str | None:
+        """What runs the ranks, after every node that has a place for one has been asked whether it can; None = what
+        runs everything on the cluster. Raises `Unavailable`: Ray's own words for a missing interpreter are no help."""
+        if engine_interpreter(self._spec.engine, self._spec.engine_python) is None:
+            return None
+        nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        first = {node: index for index, node in sorted(nodes.items(), reverse=True)}
+        asked = [
+            _Ask.options(
+                num_cpus=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                runtime_env={"env_vars": node_environment(self._spec, bundle)},
+            ).remote(self._spec)
+            for index in first.values()
+        ]
+        answers: list[str | TinsmithError] = ray.get(asked)
+        for answer in answers:
+            if isinstance(answer, TinsmithError):
+                raise answer
+        return str(answers[0])
+
+    def _create_actor(self, rank: int, bundle: Bundle, python: str | None) -> Any:
         runtime_env: dict[str, Any] = {"env_vars": node_environment(self._spec, bundle)}
-        if self._options.python is not None:
-            runtime_env["py_executable"] = self._options.python
+        if python is not None:
+            runtime_env["py_executable"] = python
         others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
         return _RankActor.options(
             num_cpus=bundle.get("CPU", 0.0),

@@ -99,5 +99,7 @@ def sampler_application(spec: WorkerSpec, options: SamplerOptions | None = None)
         graceful_shutdown_timeout_s=options.drain_timeout,
         health_check_period_s=options.health_period,
     )
-    rollout = replace(spec, builder=options.builder, threads=spec.threads or 1, ranks=1)
+    rollout = replace(
+        spec, engine="torch", engine_python=None, builder=options.builder, threads=spec.threads or 1, ranks=1
+    )
     return deployment.bind(rollout, options.start_timeout, options.turn_timeout)

@@ -7,17 +7,16 @@ vLLM pins versions of torch and transformers that are not the server's, so it li
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines.environments import ROOT, check_interpreter, environment_python, install_hint
 from schemas.errors import Unavailable
 
-ROOT = Path(__file__).resolve().parents[3]
-DEFAULT_PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
-INSTALL = "run `make engine-venv NAME=vllm`, or set sampler_python to an interpreter that has it (docs/vllm.md)"
+DEFAULT_PYTHON = environment_python("vllm")
+INSTALL = f"{install_hint('vllm', 'sampler_python')} (docs/vllm.md)"
 _PROBE_SECONDS = 60.0
 _PROBE = """
 import importlib.metadata as m, json
@@ -45,8 +44,7 @@ class VllmEnvironment:
 def find_vllm(python: Path | None = None) -> VllmEnvironment:
     """Look at an environment without importing vLLM. Raises `Unavailable`: one line that says what is missing."""
     python = python or DEFAULT_PYTHON
-    if not python.is_file() or not os.access(python, os.X_OK):
-        raise Unavailable("sampler 'vllm' needs an environment of its own, and there is none", hint=INSTALL)
+    check_interpreter(python, "sampler 'vllm'", INSTALL)
     try:
         done = subprocess.run(
             [str(python), "-I", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True

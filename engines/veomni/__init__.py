@@ -1,0 +1,1 @@
+"""VeOmni as an engine; see docs/engines.md."""

@@ -1,0 +1,5 @@
+"""What engine `veomni` can do."""
+
+from engines.capabilities import Capabilities
+
+CAPABILITIES = Capabilities("veomni", several_ranks=True, environment="veomni")
