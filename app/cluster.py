@@ -36,14 +36,21 @@ async def connect(address: str) -> tuple[Cluster, Callable[[], Awaitable[None]]]
     return cluster, leave
 
 
+def shares_cluster(settings: Settings) -> bool:
+    """Whether other servers may use the cluster that this one computes on, and the deployments there."""
+    return settings.ray not in (None, LOCAL)
+
+
 def on_cluster(settings: Settings) -> RuntimePlaces:
     """Makes runtimes on the cluster that this process is connected to: each in one place, or, with the setting
     `samplers`, with samplers beside it."""
     from workers.ray.sampler_fleet import SamplerFleet, samplers_name
 
     def make(name: str, source: str | None, history: History, on_models_lost: Lost) -> Runtime:
-        # The same for every server of these settings, or each would replace the deployment of the one before.
-        worker = replace(worker_spec(settings, name, source), scratch="")
+        worker = worker_spec(settings, name, source)
+        if shares_cluster(settings):
+            # The same for every server of these settings, or each would replace the deployment of the one before.
+            worker = replace(worker, scratch="")
         if settings.samplers is None:
             return _remote(settings, worker, history, on_models_lost, replaces=(samplers_name(name),))
         options = sampler_options(settings)
