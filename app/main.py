@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI
 
 from app import errors, openapi
 from app.auth import Authenticator, AuthMiddleware
-from app.cluster import connect, on_cluster
+from app.cluster import connect, on_cluster, shares_cluster
 from app.error_shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
 from app.groups import local_groups
 from app.lifecycle import Lifecycle
@@ -155,7 +155,7 @@ async def _open(
         app.state.dev_key = dev_key = await ensure_dev_key(store, settings.data_dir)
         admin_key = await store.read(lambda db: authenticate(db, dev_key))
         app.state.admin_key_id = None if admin_key is None else admin_key.key_id
-        services = build_services(settings, store, groups, places=places)
+        services = build_services(settings, store, groups, places=places, alone=shares_cluster(settings))
     lifecycle.on_drain(services.stop)
     closing.push_async_callback(lifecycle.drain)
     await services.start()

@@ -177,6 +177,19 @@ class Settings(BaseSettings):
         "itself. Needs the extra `ray`, and a data folder that every node sees under the same path. Unset: worker "
         "processes of this server. See docs/cluster.md.",
     )
+    samplers: str | None = Field(
+        None,
+        pattern=r"^[1-9]\d{0,3}(:[1-9]\d{0,3})?$",
+        description="Sampling replicas of each base model on the Ray cluster, each with a copy of the weights: N, or "
+        "LEAST:MOST for as many in between as there is work for. Needs `ray`. Unset: samples are drawn on the "
+        "trainer's own copy. See docs/cluster.md.",
+    )
+    samplers_up_delay: Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)] = Field(
+        10.0, description="Seconds that more sampling replicas must be needed before one is added."
+    )
+    samplers_down_delay: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        300.0, description="Seconds that fewer sampling replicas must be enough before one is removed."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Type of the frozen base weights; everything else is float32. auto: bfloat16 on CPUs with AMX "
@@ -422,6 +435,23 @@ class Settings(BaseSettings):
                 raise ValueError(error.message.partition("; ")[2]) from None
         return value
 
+    @field_validator("samplers", mode="before")
+    @classmethod
+    def _number_of_samplers(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("samplers")
+    @classmethod
+    def _samplers_need_a_cluster(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None:
+            return None
+        least, _, most = value.partition(":")
+        if int(least) > int(most or least):
+            raise ValueError(f"the least number is larger than the largest; write {most}:{least}")
+        if "ray" in info.data and info.data["ray"] is None:
+            raise ValueError("sampling replicas run on a Ray cluster; give the setting ray too")
+        return value
+
     @field_validator("data_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -437,6 +467,12 @@ class Settings(BaseSettings):
     def tokenizers(self) -> dict[str, str]:
         """Served name -> tokenizer id to report, where one was configured."""
         return {entry.name: entry.tokenizer_id for entry in self.base_model if entry.tokenizer_id}
+
+    @property
+    def sampler_counts(self) -> tuple[int, int]:
+        """The least and the largest number of `samplers` of a base model; (0, 0) where there are none."""
+        least, _, most = (self.samplers or "0").partition(":")
+        return int(least), int(most or least)
 
     @property
     def artifacts_cache_bytes(self) -> int:

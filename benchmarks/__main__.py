@@ -5,6 +5,7 @@ python -m benchmarks training --help     training against transformers + peft
 python -m benchmarks sampling --help     sampling against generate of transformers, with peft for adapters
 python -m benchmarks soak                what a server keeps that works for 20 minutes: descriptors, memory, disk, rows
 python -m benchmarks scale               the control plane with up to 1,000 training runs and 10,000 waiting futures
+python -m benchmarks ray                 what Ray costs: start, latency and memory on worker processes and on a cluster
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from app.settings import DEFAULT_BASE_MODEL
-from benchmarks import heartbeats, soak
+from benchmarks import heartbeats, ray, soak
 from benchmarks.sampling import cases as sampling_cases
 from benchmarks.sampling import command as sampling_command
 from benchmarks.scale import command as scale
@@ -34,6 +35,7 @@ def main() -> None:
     sampling_cases.arguments(chosen.add_parser("sampling", help="sampling against generate of transformers"))
     soak.arguments(chosen.add_parser("soak", help="descriptors, threads, memory, disk and rows over 20 minutes"))
     scale.arguments(chosen.add_parser("scale", help="the control plane with up to 1,000 training runs"))
+    ray.arguments(chosen.add_parser("ray", help="start, latency and memory on worker processes and on Ray"))
     given = parser.parse_args()
     if given.measurement == "training":
         command.run(given)
@@ -43,6 +45,8 @@ def main() -> None:
         sys.exit(any(not figure.flat for figure in soak.run(given)))
     elif given.measurement == "scale":
         scale.run(given)
+    elif given.measurement == "ray":
+        ray.run(given)
     else:
         measure_heartbeats()
 

@@ -256,6 +256,7 @@ def build_services(
     group_factory: GroupFactory,
     *,
     places: RuntimePlaces | None = None,
+    alone: bool = False,
     clock: Callable[[], datetime] = utc_now,
     new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
@@ -265,6 +266,7 @@ def build_services(
     Args:
         group_factory: makes the worker group of one base model.
         places: makes the runtime of one base model, if it is not in this process; then there are no groups here.
+        alone: no other server may use the database: the places are shared with whoever else computes there.
         clock: the time, aware UTC.
         new_id: makes request ids of at least 128 random bits.
         draw_seed: makes seeds, 0 to 2^63 - 1, for adapters whose client gave none.
@@ -403,7 +405,7 @@ def build_services(
             store=store,
             leases=leases,
             seconds=settings.edge_lease,
-            alone=places is not None,
+            alone=alone,
             make_notices=partial(Notices, store.shared),
             bodies=bodies,
             artifacts=artifacts,

@@ -115,8 +115,8 @@ class Ownership:
         while await self._store.read(lambda db: edges.others_alive(db, self._leases.edge_id)):
             if self._clock() > deadline:
                 raise Unavailable(
-                    "another server uses this database; one that computes on Ray must be the only one",
-                    hint="stop the other server, or start this one without the setting ray",
+                    "another server uses this database; one that computes on a shared Ray cluster must be the only one",
+                    hint="stop the other server, or start this one without the setting ray, or with ray = local",
                     code="database_in_use",
                 )
             await asyncio.sleep(0.5)

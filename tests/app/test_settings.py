@@ -30,6 +30,13 @@ def test_the_environment_names_the_file(tmp_path: Path) -> None:
     assert load_settings(environ={"TINSMITH_CONFIG": str(config)}).port == 17
 
 
+def test_samplers_in_every_form(tmp_path: Path) -> None:
+    config = write(tmp_path, 'ray = "local"\nsamplers = 3\n')
+    assert load_settings(config=config, environ={}).sampler_counts == (3, 3)
+    assert load_settings({"samplers": "1:4"}, config=config, environ={}).sampler_counts == (1, 4)
+    assert load_settings(environ={}).sampler_counts == (0, 0)
+
+
 def test_base_models_in_every_form(tmp_path: Path) -> None:
     config = write(
         tmp_path, 'base_model = ["org/a", "b=/models/b", {name = "c", path = "hub/c", tokenizer_id = "t"}]\n'
@@ -54,6 +61,9 @@ def test_base_models_in_every_form(tmp_path: Path) -> None:
         ({"TINSMITH_BASE_MODEL": "../x"}, ["base_model", "'../x'", "NAME=PATH"]),
         ({"TINSMITH_BASE_MODEL": "a,a"}, ["base_model", "'a'", "twice"]),
         ({"TINSMITH_BASE_MODEL": "a="}, ["base_model", "nothing after"]),
+        ({"TINSMITH_SAMPLERS": "2"}, ["samplers", "'2'", "give the setting ray"]),
+        ({"TINSMITH_RAY": "local", "TINSMITH_SAMPLERS": "4:2"}, ["samplers", "'4:2'", "2:4"]),
+        ({"TINSMITH_RAY": "local", "TINSMITH_SAMPLERS": "0"}, ["samplers", "'0'"]),
         ({"TINSMITH_DTYPE": "float16"}, ["dtype", "'float16'", "'bfloat16'"]),
         ({"TINSMITH_ENGINE": "tensor"}, ["engine", "'tensor'", "torch, fsdp"]),
         ({"TINSMITH_RANKS": "2"}, ["ranks", "'2'", "environment", "engine 'torch'", "one process"]),

@@ -84,6 +84,12 @@ class Service:
             self._process.kill()
             self._process.wait()
 
+    def kill_for_good(self) -> None:
+        """It dies, and nobody starts it again."""
+        self._over.set()
+        self._keeper.join()
+        self.kill_server()
+
     @property
     def key(self) -> str:
         """The development key."""

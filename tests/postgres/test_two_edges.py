@@ -175,3 +175,12 @@ async def test_one_server_sweeps_and_doctor_looks_at_both(edges: tuple[Api, Api]
     assert any("servers" in check.detail for check in checks), checks
     with pytest.raises(Unavailable, match="its rows are in another database"):
         await asyncio.to_thread(back_up, settings.data_dir, settings.data_dir.parent / "backup")
+
+
+async def test_a_server_on_a_shared_cluster_must_be_the_only_one(make_settings: Callable[..., Settings]) -> None:
+    async with serving(make_settings()) as first:
+        with pytest.raises(Unavailable, match="must be the only one") as refused:
+            async with serving(make_settings(ray="auto"), ready=False):
+                raise AssertionError("it was let in")
+        assert refused.value.code == "database_in_use"
+        assert (await first.post("create_session", sdk_version="test")).status_code == 200

@@ -14,8 +14,9 @@ from schemas.errors import TinsmithError
 from schemas.operations import Sample
 from tests.workers.harness import Client
 from workers.ray.sampler_client import SamplerClient
+from workers.ray.sampler_options import SamplerOptions
 from workers.ray.sampler_replica import Begun, SampleRequest
-from workers.ray.samplers import DEPLOYMENT, SamplerOptions, most_ongoing, sampler_application
+from workers.ray.samplers import DEPLOYMENT, most_ongoing, sampler_application
 from workers.spec import WorkerSpec
 
 SLOW = WorkerSpec("toy", None, "unused", device="cpu", threads=1, max_sample_rows=4)
@@ -37,7 +38,8 @@ def deployed(spec: WorkerSpec, options: SamplerOptions) -> Iterator[str]:
 @asynccontextmanager
 async def client_of(name: str, spec: WorkerSpec) -> AsyncIterator[tuple[SamplerClient, Client]]:
     """A client of a deployment, and what submits to it."""
-    samplers = SamplerClient(spec.model, serve.get_app_handle(name), ahead=most_ongoing(spec))
+    samplers = SamplerClient(spec.model, ahead=most_ongoing(spec))
+    samplers.connect(serve.get_app_handle(name))
     client = Client(samplers)
     try:
         yield samplers, client

@@ -37,7 +37,7 @@ def test_an_address_where_nothing_listens_is_said_at_once() -> None:
 
 
 def test_names_of_applications_are_readable_and_distinct() -> None:
-    from workers.ray.link import application_name
+    from workers.ray.application import application_name
 
     names = {application_name(name) for name in ("acme/tiny", "acme-tiny", "ACME/tiny", "acme/tiny:v2")}
     assert len(names) == 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +26,12 @@ from ray.exceptions import (
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
 from schemas.errors import EngineFailure, Gone, TinsmithError, Unavailable, WorkerDied
-from schemas.operations import Sample, SampleDelta, SampleResult
+from schemas.operations import Sample, SampleDelta, SampleResult, SampleStats
 from workers.ray.sampler_replica import Begun, GivenBack, SampleRequest
 from workers.reruns import seeded, unheard
 from workers.runtime import Load
 from workers.sample_line import SampleLine
+from workers.throughput import Throughput, ThroughputMeter
 from workers.tickets import Desk, Entry, QueueState, Ticket
 from workers.training_lane import MAX_RERUNS
 from workers.under_way import UnderWay
@@ -50,6 +52,8 @@ class _Drawing:
 
     task: asyncio.Task[SampleResult | TinsmithError]
     sequences: int
+    prompt: int
+    """Tokens."""
 
 
 class SamplerClient:
@@ -57,15 +61,15 @@ class SamplerClient:
 
     Args:
         name: of the base model.
-        handle: Serve's handle of the application that `sampler_application` made.
         ahead: samples that are handed to Serve and have not begun, at most: enough that replicas have their next ones,
             and that Serve sees when more replicas are needed; few enough that the order is decided here. Take
             `most_ongoing`.
     """
 
-    def __init__(self, name: str, handle: Any, *, ahead: int) -> None:
+    def __init__(self, name: str, *, ahead: int) -> None:
         self.name = name
-        self._handle = handle.options(stream=True, method_name="sample")
+        self._handle: Any = None
+        self._failure: TinsmithError | None = None
         self._ahead = ahead
         self._desk = Desk(UnderWay().answering)
         self._line = SampleLine()
@@ -75,6 +79,25 @@ class SamplerClient:
         self._ended = asyncio.Event()
         self._handing: asyncio.Task[None] | None = None
         self._stopping = False
+        self._meter = ThroughputMeter()
+
+    # -- where the replicas are ------------------------------------------------------------------------------------
+    def connect(self, handle: Any) -> None:
+        """Send samples to the application of this handle of Serve's from now on; those that run elsewhere stay there.
+        Until the first call they wait here."""
+        self._handle = handle.options(stream=True, method_name="sample")
+        self._meter.begin(time.monotonic())
+        self._wake.set()
+
+    def fail(self, error: TinsmithError) -> None:
+        """There will be no replicas: everything here fails, and so does what comes."""
+        self._failure = error
+        self._desk.finish_all(error)
+        if self._handing is not None:
+            self._handing.cancel()
+        for drawing in self._drawing.values():
+            drawing.task.cancel()
+        self._ended.set()
 
     # -- what the edge does ----------------------------------------------------------------------------------------
     def submit(self, ticket: Ticket) -> None:
@@ -84,8 +107,8 @@ class SamplerClient:
             return
         if ticket.model_id is not None:
             self._desk.finish(entry, EngineFailure("a sampler runs no operations of training"))
-        elif self._stopping:
-            self._desk.finish(entry, _shutting_down())
+        elif self._stopping or self._failure is not None:
+            self._desk.finish(entry, self._failure or _shutting_down())
         else:
             self._line.add(entry)
             self._wake.set()
@@ -117,6 +140,11 @@ class SamplerClient:
         """How many samples of a project wait here to be handed to a replica."""
         return self._line.waiting(project_id)
 
+    def throughput(self) -> Throughput:
+        """Tokens that were read and drawn for this client, as samples ended. What prompts found in caches and what the
+        replicas' time went into only they know."""
+        return self._meter.read(time.monotonic(), 0.0)
+
     def load(self) -> Load:
         """What there is to do now."""
         return Load(training=0, samples=self._desk.waiting(training=False), adapters=0)
@@ -142,12 +170,13 @@ class SamplerClient:
     async def _hand_over(self) -> None:
         while True:
             self._wake.clear()
-            while self._not_begun() < self._ahead and (entry := self._line.peek()) is not None:
+            while self._may_take() and (entry := self._line.peek()) is not None:
                 await self._take(entry)
             await self._wake.wait()
 
-    def _not_begun(self) -> int:
-        return sum(not entry.running for entry in self._drawing)
+    def _may_take(self) -> bool:
+        not_begun = sum(not entry.running for entry in self._drawing)
+        return self._handle is not None and not_begun < self._ahead
 
     async def _take(self, entry: Entry) -> None:
         """Read a sample and hand it to Serve; one that cannot be read is answered."""
@@ -166,7 +195,7 @@ class SamplerClient:
         self._line.take(entry, prompt=len(sample.prompt), sequences=sample.num_samples, most=most)
         entry.unload()
         task = asyncio.create_task(self._draw(entry, seeded(sample, entry.ticket.request_id)))
-        self._drawing[entry] = _Drawing(task, sample.num_samples)
+        self._drawing[entry] = _Drawing(task, sample.num_samples, len(sample.prompt))
         task.add_done_callback(partial(self._end, entry))
 
     # -- one sample ------------------------------------------------------------------------------------------------
@@ -187,6 +216,9 @@ class SamplerClient:
         outcome = None if task.cancelled() else task.result()
         drawn = sum(len(s.tokens) for s in outcome.sequences) if isinstance(outcome, SampleResult) else None
         self._line.end(entry, sequences=drawing.sequences, drawn=drawn)
+        if drawn is not None:
+            stats = SampleStats(prompt_tokens=drawing.prompt, drawn_tokens=drawn)
+            self._meter.add_sampling(stats, busy=0.0, now=time.monotonic())
         if outcome is not None:
             self._desk.finish(entry, outcome)
         self._wake.set()

@@ -16,6 +16,7 @@ from ray import serve
 from schemas.errors import TinsmithError, Unavailable
 from schemas.operations import Operation, OperationResult, Sample, SampleDelta, SampleResult
 from workers.local import LocalWorkerGroup
+from workers.ray.sampler_options import SamplerOptions
 from workers.runtime import Load, ModelRuntime
 from workers.spec import WorkerSpec
 from workers.tickets import Ticket
@@ -54,18 +55,18 @@ class SamplerReplica:
 
     Args:
         spec: what the worker process loads; its builder makes a worker that samples.
-        start_timeout: seconds that loading the base model may take.
-        turn_timeout: seconds after which a turn counts as hung; None = no limit.
+        options: how it samples, and how long things may take.
     """
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, spec: WorkerSpec, start_timeout: float, turn_timeout: float | None
-    ) -> None:
+    async def __init__(self, spec: WorkerSpec, options: SamplerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._spec, self._options = spec, options
         self._runtime = ModelRuntime(
             spec.model,
-            LocalWorkerGroup(spec, start_timeout=start_timeout),
+            LocalWorkerGroup(spec, start_timeout=options.start_timeout),
             max_sample_rows=spec.max_sample_rows,
-            turn_timeout=turn_timeout,
+            decode_slice=options.decode_slice,
+            turn_timeout=options.turn_timeout,
+            restart_limit=options.restart_limit,
             on_models_lost=_no_models,
         )
         self._replica: str = serve.get_replica_context().replica_id.unique_id
@@ -75,6 +76,10 @@ class SamplerReplica:
         while self._runtime.state == "starting":  # noqa: ASYNC110 (nothing tells of the end of a start)
             await asyncio.sleep(_LOOK_SECONDS)
         self.check_health()
+
+    def spec(self) -> tuple[WorkerSpec, SamplerOptions]:
+        """What this replica was made for."""
+        return self._spec, self._options
 
     def check_health(self) -> None:
         """For Serve, which replaces a replica that raises here: its worker cannot be brought back."""
