@@ -35,7 +35,7 @@ def worker_environment(spec: WorkerSpec, base: Mapping[str, str]) -> dict[str, s
     env.update(HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TOKENIZERS_PARALLELISM="false")
     # Layers of a sharded model are gathered and freed in every pass; with these tunables that memory is hoarded
     # (measured: 1.2 GB and growing where 0.65 GB is enough).
-    tuned = platform.libc_ver()[0] == "glibc" and spec.engine != "fsdp"
+    tuned = platform.libc_ver()[0] == "glibc" and spec.engine == "torch"
     if spec.threads is not None:
         env.update(OMP_NUM_THREADS=str(spec.threads), MKL_NUM_THREADS=str(spec.threads))
     if tuned and "glibc.malloc" not in env.get("GLIBC_TUNABLES", ""):
