@@ -13,6 +13,7 @@ from schemas.errors import InvalidRequest, Unavailable
 ENGINES: Mapping[str, str] = {
     "torch": "engines.torch_engine.engine:TorchEngine",
     "fsdp": "engines.fsdp.engine:FsdpEngine",
+    "megatron": "engines.megatron.engine:MegatronEngine",
 }
 """Engine name -> "module:class"."""
 

@@ -49,7 +49,7 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, ranks: 
     Raises `Unavailable`; details go to the log only.
     """
     try:
-        files = _Files.of(folder)
+        files = WeightFiles.of(folder)
         model = _blueprint(folder)
         names = _stored_names(model, files)
         for name, parameter in model.named_parameters():
@@ -125,7 +125,7 @@ def _shard(model: Any, device: torch.device, ranks: Ranks) -> None:
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class _Files:
+class WeightFiles:
     """The safetensors files of a folder, read by ranges of rows."""
 
     folder: Path
@@ -134,7 +134,7 @@ class _Files:
     _open: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> _Files:
+    def of(cls, folder: Path) -> WeightFiles:
         index = folder / _INDEX
         if index.exists():
             return cls(folder, dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]))
@@ -157,7 +157,7 @@ class _Files:
         return _DTYPES[stored]
 
 
-def _stored_names(model: Any, files: _Files) -> dict[str, str]:
+def _stored_names(model: Any, files: WeightFiles) -> dict[str, str]:
     """Name of each parameter -> that of its tensor in the files, with or without the prefix of the body.
 
     Raises `Unavailable` for a model whose files keep weights in another form than the model does.
@@ -179,7 +179,7 @@ def _stored_names(model: Any, files: _Files) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _fill(parameter: Tensor, files: _Files, name: str, ranks: Ranks) -> int:
+def _fill(parameter: Tensor, files: WeightFiles, name: str, ranks: Ranks) -> int:
     """Read this rank's rows of a parameter; returns their bytes in the file."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
@@ -200,7 +200,7 @@ def _rows(rows: int, ranks: Ranks) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _fill_buffers(model: Any, files: _Files) -> int:
+def _fill_buffers(model: Any, files: WeightFiles) -> int:
     """Read buffers that are stored, whole: they are small. Returns their bytes."""
     read = 0
     for name, buffer in model.named_buffers():

@@ -61,7 +61,8 @@ def can_pack(model: Any) -> bool:
     is computed one sequence at a time.
     """
     config = model.config.get_text_config()
-    if not type(model)._can_set_attn_implementation() or getattr(config, "attention_chunk_size", None):
+    switches = getattr(type(model), "_can_set_attn_implementation", None)  # models of other libraries have none
+    if switches is None or not switches() or getattr(config, "attention_chunk_size", None):
         return False
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return False

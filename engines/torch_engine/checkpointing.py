@@ -15,7 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that can be checkpointed: Hugging Face's own kind, outermost ones only, in model order."""
+    """The layers that can be checkpointed: those that the model names (`checkpointed_layers`), else Hugging Face's own
+    kind, outermost ones only, in model order."""
+    named = getattr(model, "checkpointed_layers", None)
+    if named is not None:
+        return list(named())
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
