@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
+from engines.capabilities import Capabilities
 from schemas.errors import NotFound, TinsmithError
 from schemas.operations import (
     AdapterStep,
@@ -34,6 +36,9 @@ class BaseEngine(ABC):
     All methods raise `schemas.errors.TinsmithError` subclasses; whatever raises leaves the adapter as it was before
     the call (weights, moments and accumulated gradient).
     """
+
+    capabilities: ClassVar[Capabilities]
+    """What it can do: that of `capabilities.py` in its folder."""
 
     def __init__(self) -> None:
         self._operations: dict[str, TrainBatch] = {}

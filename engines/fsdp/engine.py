@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from engines.capabilities import Capabilities
+from engines.fsdp.capabilities import CAPABILITIES
 from engines.fsdp.group import Ranks
 from engines.fsdp.loading import gathered_bytes, load_sharded, local_bytes, whole
 from engines.fsdp.shares import share
@@ -54,7 +56,7 @@ class FsdpEngine(TorchEngine):
     last bits, on the number of ranks.
     """
 
-    several_ranks: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = CAPABILITIES
 
     def __init__(self, model_folder: Path, **options: Any) -> None:
         if options.get("model") is not None:

@@ -49,9 +49,9 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, ranks: 
     Raises `Unavailable`; details go to the log only.
     """
     try:
-        files = WeightFiles.of(folder)
+        files = Files.of(folder)
         model = _blueprint(folder)
-        names = _stored_names(model, files)
+        names = stored_names(model, files)
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(files.dtype(names[name]))
         convert(model, dtype)
@@ -125,22 +125,24 @@ def _shard(model: Any, device: torch.device, ranks: Ranks) -> None:
 
 # -- weights ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
-class WeightFiles:
+class Files:
     """The safetensors files of a folder, read by ranges of rows."""
 
     folder: Path
     places: dict[str, str]
     """Name of a tensor -> file."""
+    engine: str = "fsdp"
+    """Who reads, for errors."""
     _open: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> WeightFiles:
+    def of(cls, folder: Path, engine: str = "fsdp") -> Files:
         index = folder / _INDEX
         if index.exists():
-            return cls(folder, dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]))
+            return cls(folder, dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]), engine)
         file = "model.safetensors"
         with safe_open(folder / file, framework="pt") as tensors:
-            return cls(folder, dict.fromkeys(tensors.keys(), file))
+            return cls(folder, dict.fromkeys(tensors.keys(), file), engine)
 
     def slices(self, name: str) -> Any:
         """The tensor as something to be indexed; nothing is read yet."""
@@ -153,11 +155,13 @@ class WeightFiles:
         """The dtype in which a tensor is stored. Raises `Unavailable` for one of integers or of 8 bits."""
         stored = self.slices(name).get_dtype()
         if stored not in _DTYPES:
-            raise Unavailable(f"engine 'fsdp' reads weights of {', '.join(_DTYPES)}; {name} is stored as {stored}")
+            raise Unavailable(
+                f"engine {self.engine!r} reads weights of {', '.join(_DTYPES)}; {name} is stored as {stored}"
+            )
         return _DTYPES[stored]
 
 
-def _stored_names(model: Any, files: WeightFiles) -> dict[str, str]:
+def stored_names(model: Any, files: Files) -> dict[str, str]:
     """Name of each parameter -> that of its tensor in the files, with or without the prefix of the body.
 
     Raises `Unavailable` for a model whose files keep weights in another form than the model does.
@@ -170,8 +174,8 @@ def _stored_names(model: Any, files: WeightFiles) -> dict[str, str]:
             stored = "lm_head.weight" if "lm_head.weight" in files.places else None  # tied, kept under the other name
         if stored is None or files.slices(stored).get_shape() != list(parameter.shape):
             raise Unavailable(
-                f"engine 'fsdp' reads weights as they are stored; {name} of {type(model).__name__} is not in the files "
-                "in the form in which the model has it",
+                f"engine {files.engine!r} reads weights as they are stored; {name} of {type(model).__name__} is not "
+                "in the files in the form in which the model has it",
                 hint="use engine 'torch' for this model, or save it again with save_pretrained",
             )
         found[name] = stored
@@ -179,11 +183,11 @@ def _stored_names(model: Any, files: WeightFiles) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _fill(parameter: Tensor, files: WeightFiles, name: str, ranks: Ranks) -> int:
+def _fill(parameter: Tensor, files: Files, name: str, ranks: Ranks) -> int:
     """Read this rank's rows of a parameter; returns their bytes in the file."""
     assert isinstance(parameter, DTensor)
     local = parameter.to_local()
-    start, stop = _rows(int(parameter.shape[0]), ranks)
+    start, stop = rows_of(int(parameter.shape[0]), ranks)
     if local.shape[0] != stop - start:
         raise Unavailable(f"engine 'fsdp': the shard of {name} has {local.shape[0]} rows, not {stop - start}")
     if start == stop:
@@ -193,14 +197,14 @@ def _fill(parameter: Tensor, files: WeightFiles, name: str, ranks: Ranks) -> int
     return part.numel() * part.element_size()
 
 
-def _rows(rows: int, ranks: Ranks) -> tuple[int, int]:
+def rows_of(rows: int, ranks: Ranks) -> tuple[int, int]:
     """[start, stop) of this rank: equal parts but for the last ones, as `torch.chunk` makes them."""
     each = -(-rows // ranks.size)
     return min(ranks.rank * each, rows), min((ranks.rank + 1) * each, rows)
 
 
 @torch.no_grad()
-def _fill_buffers(model: Any, files: WeightFiles) -> int:
+def _fill_buffers(model: Any, files: Files) -> int:
     """Read buffers that are stored, whole: they are small. Returns their bytes."""
     read = 0
     for name, buffer in model.named_buffers():

@@ -1,4 +1,4 @@
-"""Many adapters behind megatron-core's fused linears: one base product, and q, k, v (gate, up) with adapters of their own.
+"""Many adapters behind megatron-core's fused linears: one base product, and for q, k, v (gate, up) an adapter each.
 
 The fused layer stays megatron's (`ColumnParallelLinear`, `RowParallelLinear`); what an adapter adds goes to the places
 of its outputs. Weights and gradients of adapters are whole and in Hugging Face's order on every rank: where ranks share
@@ -97,7 +97,8 @@ class AdaptedLinear(nn.Module):
         if not self._row:
             return _add(y, mappings.copy_to_tensor_model_parallel_region(x, group=self._group), router, found)
         own = _add(torch.zeros_like(y), x, router, found)
-        return y + mappings.reduce_from_tensor_model_parallel_region(own, group=self._group)
+        together: Tensor = mappings.reduce_from_tensor_model_parallel_region(own, group=self._group)
+        return y + together
 
 
 def _add(y: Tensor, x: Tensor, router: Router, found: list[tuple[Part, Slice]]) -> Tensor:

@@ -15,7 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from engines.capabilities import Capabilities
 from engines.fsdp.engine import FsdpEngine
+from engines.megatron.capabilities import CAPABILITIES
 from engines.megatron.cpu import without_gpu
 from schemas.errors import InvalidRequest, Unavailable
 
@@ -30,7 +32,7 @@ class MegatronEngine(FsdpEngine):
         tensor_parallel: how many neighbouring ranks share every linear; a divisor of the number of ranks.
     """
 
-    several_ranks: ClassVar[bool] = True
+    capabilities: ClassVar[Capabilities] = CAPABILITIES
 
     def __init__(self, model_folder: Path, *, tensor_parallel: int = 1, **options: Any) -> None:
         super().__init__(model_folder, **options)

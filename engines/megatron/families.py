@@ -1,4 +1,4 @@
-"""The model families that engine megatron computes: their settings as megatron-core knows them, and where their weights go.
+"""The model families that engine megatron computes: their settings for megatron-core, and where their weights go.
 
 A Hugging Face checkpoint keeps q, k and v (gate and up) apart; megatron-core has them in one fused weight. `Slice` says
 where in it. Whatever a family's configuration may ask for that is not computed here is refused by name.
@@ -40,10 +40,10 @@ _ROTARY = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where the outputs of one Hugging Face linear lie among those of a fused one, and which part of it is this rank's.
+    """Where the outputs of one Hugging Face linear lie among those of a fused one, and what of it this rank keeps.
 
-    The outputs [..., groups * width] of the fused one are taken as [..., groups, width]; of each group, `start:stop` are
-    those of this linear, in its own order. `rows` of its weight [out, in] and `columns` are kept by this rank.
+    The outputs [..., groups * width] of the fused one are taken as [..., groups, width]; of each group, `start:stop`
+    are those of this linear, in its own order. `rows` of its weight [out, in] and `columns` are kept by this rank.
     """
 
     leaf: str
@@ -77,9 +77,10 @@ class Shape:
     @classmethod
     def of(cls, config: Any, parts: int = 1, part: int = 0) -> Shape:
         """Raises `Unavailable` if the heads or the inner width cannot be cut into so many parts."""
+        hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        head_dim = int(getattr(config, "head_dim", None) or hidden // heads)
         inner = int(config.intermediate_size)
         for what, number in (("key and value heads", kv_heads), ("inner features", inner)):
             if number % parts:
@@ -87,7 +88,7 @@ class Shape:
                     f"tensor_parallel is {parts}; the {number} {what} of this model cannot be cut into so many parts",
                     hint=f"take a divisor of {number}",
                 )
-        return cls(int(config.hidden_size), heads, kv_heads, head_dim, inner, int(config.num_hidden_layers), parts, part)
+        return cls(hidden, heads, kv_heads, head_dim, inner, layers, parts, part)
 
     def attention(self) -> tuple[list[Slice], list[Slice]]:
         """Those behind `linear_qkv` (by groups: the queries of a key-value head, its key, its value), `linear_proj`."""

@@ -19,7 +19,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from engines.fsdp.loading import WeightFiles
+from engines.fsdp.loading import Files
 from engines.megatron.adapted import AdaptedLinear, Place
 from engines.megatron.families import Shape, Slice, family_of, transformer_settings
 from engines.megatron.weights import Reader, fill_decoder
@@ -74,6 +74,8 @@ class MegatronForCausalLM(nn.Module):
     """See the module. `config` and `generation_config` are Hugging Face's."""
 
     base_model_prefix = "model"
+    takes_packs = False
+    """Attention of the local layers is causal over a whole row; it knows no borders between sequences."""
 
     def __init__(self, body: Body, head: nn.Linear, config: Any, generation_config: Any) -> None:
         super().__init__()
@@ -100,6 +102,7 @@ class MegatronForCausalLM(nn.Module):
         """The head (wrapped, once adapters are attached)."""
         return self.lm_head
 
+    @property
     def checkpointed_layers(self) -> list[nn.Module]:
         """See `checkpointing.decoder_layers`."""
         return list(self.model.gpt.decoder.layers)
@@ -134,7 +137,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, group: An
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         family, shape = family_of(config), Shape.of(config, group.size(), group.rank())
-        reader = Reader(WeightFiles.of(folder))
+        reader = Reader(Files.of(folder, "megatron"))
         gpt = _gpt(config, shape, dtype, device)
         fill_decoder(gpt.decoder, reader, family, shape)
         table, head = _ends(config, reader, dtype)

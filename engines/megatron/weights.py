@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.fsdp.loading import WeightFiles
+from engines.fsdp.loading import Files
 from engines.megatron.families import Family, Shape, Slice
 from schemas.errors import Unavailable
 
@@ -27,13 +27,13 @@ _HARMLESS = "rotary_emb.inv_freq"
 class Reader:
     """Reads tensors by name and remembers which; `read_bytes` is what came from the files."""
 
-    files: WeightFiles
+    files: Files
     read_bytes: int = 0
     _asked: set[str] = field(default_factory=set)
 
     @torch.no_grad()
     def fill(self, parameter: Tensor, name: str, *where: slice) -> None:
-        """A part of a stored tensor (None named: all of it) into a parameter of that part's shape.
+        """A part of a stored tensor (no slice: all of it) into a parameter of that part's shape.
 
         Raises `Unavailable` if it is not in the files in this form.
         """
@@ -89,7 +89,7 @@ def fill_decoder(decoder: Any, reader: Reader, family: Family, shape: Shape) -> 
 def _fill_fused(fused: Any, reader: Reader, at: str, places: Sequence[Slice], *, bias: bool = False) -> None:
     """The weights of several linears into one, and their biases."""
     for place in places:
-        into = [(fused.weight, "weight", (place.rows, place.columns))]
+        into: list[tuple[Tensor, str, tuple[slice, ...]]] = [(fused.weight, "weight", (place.rows, place.columns))]
         if bias:
             into.append((fused.bias, "bias", (place.rows,)))
         for parameter, kind, where in into:

@@ -9,7 +9,7 @@ from engines.lora import LoraLinear, Router
 from engines.sampling.holders import AnyPass
 from engines.sampling.plain_pass import PlainPass
 from engines.sampling.sampling_pass import SamplingPass
-from engines.torch_engine.attention import can_pack
+from engines.torch_engine.attention import can_pack, uses_interface
 from engines.torch_engine.head import OutputHead
 from engines.torch_engine.invariance import filling_for
 from engines.torch_engine.loading import context_length, eos_token_ids
@@ -36,7 +36,7 @@ class ModelFacts:
 
     def passes(self, model: Any, router: Router) -> AnyPass:
         """Passes of many requests at once where everything that mixes positions is attention, else one at a time."""
-        if not can_pack(model) or _routes_adapters(model):
+        if not (uses_interface(model) and can_pack(model)) or _routes_adapters(model):
             return PlainPass(model, router)
         filling = Filling() if router.row_unit == 1 else filling_for(model, router.row_unit)
         # With some numbers of threads nothing suits; a few threads less are better than numbers that company changes.

@@ -58,11 +58,12 @@ def can_pack(model: Any) -> bool:
     """Whether everything that mixes positions in this model is attention that goes through the interface.
 
     Recurrent layers, convolutions over time and chunked attention do not; a model that is not known to be packable
-    is computed one sequence at a time.
+    is computed one sequence at a time. A model of another library says itself whether it takes packs.
     """
+    if not uses_interface(model):
+        return bool(model.takes_packs)
     config = model.config.get_text_config()
-    switches = getattr(type(model), "_can_set_attn_implementation", None)  # models of other libraries have none
-    if switches is None or not switches() or getattr(config, "attention_chunk_size", None):
+    if not type(model)._can_set_attn_implementation() or getattr(config, "attention_chunk_size", None):
         return False
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         return False
@@ -70,6 +71,11 @@ def can_pack(model: Any) -> bool:
     if not kinds <= {"full_attention", "sliding_attention"}:
         return False
     return not any(isinstance(module, nn.RNNBase | nn.Conv1d) for module in model.base_model.modules())
+
+
+def uses_interface(model: Any) -> bool:
+    """Whether the model is one of transformers', whose attention is looked up by name."""
+    return hasattr(type(model), "_can_set_attn_implementation")
 
 
 def attend(

@@ -15,11 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that can be checkpointed: those that the model names (`checkpointed_layers`), else Hugging Face's own
-    kind, outermost ones only, in model order."""
-    named = getattr(model, "checkpointed_layers", None)
+    """The layers that can be checkpointed, in model order: those that a model of another library names itself as
+    `checkpointed_layers`, else Hugging Face's own kind, outermost ones only."""
+    named: list[nn.Module] | None = getattr(model, "checkpointed_layers", None)
     if named is not None:
-        return list(named())
+        return named
     found: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():

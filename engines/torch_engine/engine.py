@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from engines.base import BaseEngine
+from engines.capabilities import Capabilities
 from engines.lockstep import Lockstep
 from engines.lora import (
     AdapterWeights,
@@ -34,6 +35,7 @@ from engines.ranks import Place
 from engines.torch_engine.adapter import AdapterState, Gradient, state_bytes, step_many
 from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.assembly import Assembly, assemble
+from engines.torch_engine.capabilities import CAPABILITIES
 from engines.torch_engine.hardware import set_threads
 from engines.torch_engine.loading import load_base_model, resolve_device
 from engines.torch_engine.memory import (
@@ -88,8 +90,7 @@ class TorchEngine(BaseEngine):
         place: this process among the ranks of the model.
     """
 
-    several_ranks: ClassVar[bool] = False
-    """Whether the work can be shared by several processes."""
+    capabilities: ClassVar[Capabilities] = CAPABILITIES
 
     def __init__(
         self,
@@ -136,10 +137,8 @@ class TorchEngine(BaseEngine):
 
     def load(self) -> BaseModelInfo:
         """Load, freeze and wrap the base model; raises `Unavailable` (or `InvalidRequest` for dtype and device)."""
-        if self._place.ranks > 1 and not self.several_ranks:
-            raise Unavailable(
-                f"this engine computes in one process, not on {self._place.ranks} ranks", hint="use engine 'fsdp'"
-            )
+        self.capabilities.check_ranks(self._place.ranks)
+        self.capabilities.check_device(self._device)
         set_threads(self._threads)
         device = resolve_device(self._device)
         dtype = resolve_dtype(self._dtype, device)
@@ -201,6 +200,7 @@ class TorchEngine(BaseEngine):
         """Raises `AlreadyExists`, `InvalidRequest` if a wanted family has no linear layer, `OutOfMemory`."""
         if adapter_id in self._pool:
             raise AlreadyExists("an adapter of that id exists")
+        self.capabilities.check_optimizer(optimizer)
         parameters = sum(math.prod(a) + math.prod(b) for a, b in expected_shapes(self.model, lora).values())
         self._pool.make_room(state_bytes(parameters, optimizer))
         with memory_errors("creating the adapter"):
@@ -262,6 +262,7 @@ class TorchEngine(BaseEngine):
                 optimizer = live.optimizer_type
             elif optimizer is None:
                 optimizer = "adamw" if saved.optimizer is None else saved.optimizer.type
+            self.capabilities.check_optimizer(optimizer)
             weights = AdapterWeights(pairs, saved.weights.scaling)
             state = AdapterState.of(saved.spec, weights, optimizer, saved.optimizer)
         (self._pool.add if live is None else self._pool.replace)(adapter_id, state)

@@ -1,0 +1,5 @@
+"""What engine `torch` can do."""
+
+from engines.capabilities import Capabilities
+
+CAPABILITIES = Capabilities("torch")
