@@ -21,6 +21,7 @@ ENGINES: Mapping[str, str] = {
     "torch": "engines.torch_engine.engine:TorchEngine",
     "fsdp": "engines.fsdp.engine:FsdpEngine",
     "automodel": "engines.automodel.engine:AutomodelEngine",
+    "megatron": "engines.megatron.engine:MegatronEngine",
     "torchtitan": "engines.torchtitan.engine:TorchTitanEngine",
     "veomni": "engines.veomni.engine:VeomniEngine",
 }

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from engines.capabilities import Capabilities
 from engines.machine import usable_cores
-from schemas.errors import Unavailable
+from schemas.errors import InvalidRequest, Unavailable
 from workers.spec import WorkerSpec
 from workers.tinker import TinkerActorRolloutRefWorker
 
@@ -45,6 +46,17 @@ def delete_leftovers(spec: WorkerSpec) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.is_file() and kept:
                 path.unlink(missing_ok=True)
+
+
+def _tensor_parallel(spec: WorkerSpec, capabilities: Capabilities) -> dict[str, int]:
+    """The argument of engines that have it. Raises `InvalidRequest` for the others, unless it is 1."""
+    if capabilities.tensor_parallel:
+        return {"tensor_parallel": spec.tensor_parallel}
+    if spec.tensor_parallel != 1:
+        raise InvalidRequest(
+            f"tensor_parallel is {spec.tensor_parallel}; engine {spec.engine!r} accepts: 1", field="tensor_parallel"
+        )
+    return {}
 
 
 def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefWorker:
@@ -84,6 +96,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
         adapter_memory=None if spec.adapter_memory_gib is None else int(spec.adapter_memory_gib * GIB),
         idle_folder=idle_folder(spec),
         place=spec.place,
+        **_tensor_parallel(spec, engine_class.capabilities),
     )
     info = engine.load()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -21,6 +21,7 @@ class WorkerSpec:
         dtype, device: passed to the engine; "auto" lets it choose.
         threads: compute threads per rank; None = the cores that the process may use, shared by the ranks.
         ranks: number of processes.
+        tensor_parallel: how many neighbouring ranks share the tensors of one copy of the model (engine megatron).
         rank_timeout: seconds that a rank waits for the others before it counts them as lost.
         place: which rank this is, set by whoever starts the processes; None = the only one.
         sample_logprobs: "tempered" or "plain": which distribution the logprobs of sampled tokens belong to.
@@ -48,6 +49,7 @@ class WorkerSpec:
     device: str = "auto"
     threads: int | None = None
     ranks: int = 1
+    tensor_parallel: int = 1
     rank_timeout: float = 120.0
     place: Place | None = None
     sample_logprobs: Literal["tempered", "plain"] = "tempered"

@@ -121,7 +121,7 @@ class FsdpEngine(TorchEngine):
             info,
             packed=packed,
             batch_invariant=exact,
-            micro_batch_tokens=info.micro_batch_tokens * self._ranks.size,
+            micro_batch_tokens=info.micro_batch_tokens * self._ranks.replicas,
             peak_flops=self._ranks.total([info.peak_flops])[0],
         )
         return replace(assembly, info=info)
@@ -130,7 +130,7 @@ class FsdpEngine(TorchEngine):
         """What every rank has, at least: decisions that follow from it are the same everywhere."""
         memory = estimate_memory(self._model, router)
         on_cpu = resolve_device(self._device).type == "cpu"
-        own = memory.free // (self._place.local_ranks if on_cpu else 1) - gathered_bytes(self._model)
+        own = memory.free // (self._place.local_ranks if on_cpu else 1) - self._gathered_bytes()
         total, free, per_token, pairs, checkpointed = self._ranks.least(
             [memory.total, max(0, own), -memory.per_token, -memory.per_token_pair, -memory.per_token_checkpointed]
         )
@@ -144,8 +144,12 @@ class FsdpEngine(TorchEngine):
             per_token_checkpointed=int(-checkpointed),
         )
 
+    def _gathered_bytes(self) -> int:
+        """Of whole weights that a pass holds beside what this rank keeps."""
+        return gathered_bytes(self._model)
+
     def _make_turns(self, run: TrainingPass) -> OpenOperations:
-        info, size = self.info, self._ranks.size
+        info, size = self.info, self._ranks.replicas
         tokens = info.micro_batch_tokens if size == 1 else int(-(-info.micro_batch_tokens // size) * _SLACK)
         return SharedTurns(run, tokens, self._checkpointing, info.memory, self._room, ranks=self._ranks)
 
@@ -207,9 +211,9 @@ class FsdpEngine(TorchEngine):
         operation = self._ranks.together(partial(super()._begin, batch), undo=lambda: None)
         operation.share = share(
             [len(datum.tokens) for datum in batch.datums],
-            self._ranks.size,
+            self._ranks.replicas,
             window=self.info.micro_batch_tokens,
-            first=zlib.crc32(b"".join(datum.tokens.tobytes() for datum in batch.datums[:1])) % self._ranks.size,
+            first=zlib.crc32(b"".join(datum.tokens.tobytes() for datum in batch.datums[:1])) % self._ranks.replicas,
         )
         return operation
 
@@ -234,7 +238,8 @@ class FsdpEngine(TorchEngine):
     def take_stats(self) -> PassStats:
         """Of all ranks; the seconds are this one's."""
         stats = super().take_stats()
-        counted = [stats.tokens, stats.rows, stats.sequences, stats.passes, stats.flops]
+        counted: list[float] = [stats.tokens, stats.rows, stats.sequences, stats.passes]
+        counted = [*(counted if self._ranks.leads else [0] * len(counted)), stats.flops]
         *counts, flops = self._ranks.total(counted)
         tokens, rows, sequences, passes = (int(count) for count in counts)
         return replace(stats, tokens=tokens, rows=rows, sequences=sequences, passes=passes, flops=flops)

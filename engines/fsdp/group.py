@@ -36,10 +36,29 @@ _LEAST_MEETING_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among `size` ranks. Implements `engines.lockstep.Lockstep`."""
+    """This process among `size` ranks. Implements `engines.lockstep.Lockstep`.
+
+    `per_replica` neighbouring ranks share the tensors of one copy of the model and compute the same datums.
+    """
 
     rank: int
     size: int
+    per_replica: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, which share the datums."""
+        return self.size // self.per_replica
+
+    @property
+    def replica(self) -> int:
+        """The copy that this rank belongs to."""
+        return self.rank // self.per_replica
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for its copy where one answer is wanted of each."""
+        return self.rank % self.per_replica == 0
 
     @classmethod
     def join(cls, place: Place, device: torch.device) -> Ranks:

@@ -8,7 +8,7 @@ gradient is added up once per operation. Not responsible for who computes what (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -67,8 +67,11 @@ class SharedTurns(OpenOperations):
     def commit(self, operation: OpenOperation) -> None:
         """See `OpenOperations.commit`: what the ranks have collected is added up first."""
         if operation.batch.backward:
-            operation.collect()
+            gradient = operation.collect()
             assert operation.flat is not None
+            if not self.ranks.leads:  # the head, which is whole on every rank, counts once for a copy of the model
+                for part in gradient.get(str(self.run.head.linear.name), ()):
+                    part.zero_()
             fail_point("gradient.reduce")
             self.ranks.add_up(operation.flat)
         OpenOperations.commit(self, operation)
@@ -76,19 +79,21 @@ class SharedTurns(OpenOperations):
     def _compute(self, works: Sequence[Work], backward: bool) -> dict[Work, _Found]:
         """The datums of this rank, in as many passes as the busiest rank needs."""
         passes = [
-            list(self.passes([work for work in works if work.operation.share[work.index] == rank]))
-            for rank in range(self.ranks.size)
+            list(self.passes([work for work in works if work.operation.share[work.index] == replica]))
+            for replica in range(self.ranks.replicas)
         ]
         found: dict[Work, _Found] = {}
         for number in range(max(map(len, passes))):
             beside = [own[number] if number < len(own) else [] for own in passes]
             body = backward and any(self.run.has_body(w.operation.state.weights) for part in beside for w in part)
-            own = beside[self.ranks.rank]
+            own = beside[self.ranks.replica]
             if own:
                 outcomes = self.run_pass(own, body=body)
                 found |= {work: _Found(*outcome) for work, outcome in zip(own, outcomes, strict=True)}
             else:
                 self.run.idle(body)
+        if not self.ranks.leads:  # the same numbers, which are to be counted once; failures may be this rank's own
+            found = {work: replace(each, outcome=_silent(each.outcome)) for work, each in found.items()}
         return found
 
     def _settle(self, works: Sequence[Work], found: dict[Work, _Found], ended: Ended) -> None:
@@ -128,3 +133,7 @@ class SharedTurns(OpenOperations):
         found = self.ranks.gather({name: ended[name] for name in operation_ids if name in ended})
         for errors in reversed(found):
             ended.update(errors)
+
+
+def _silent(outcome: Tensor | TinsmithError) -> Tensor | TinsmithError:
+    return torch.zeros_like(outcome) if isinstance(outcome, Tensor) else outcome
