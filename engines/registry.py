@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ENGINES: Mapping[str, str] = {
     "torch": "engines.torch_engine.engine:TorchEngine",
     "fsdp": "engines.fsdp.engine:FsdpEngine",
+    "automodel": "engines.automodel.engine:AutomodelEngine",
     "veomni": "engines.veomni.engine:VeomniEngine",
 }
 """Engine name -> "module:class"."""

@@ -227,7 +227,10 @@ def local_bytes(model: nn.Module) -> int:
 
 
 def gathered_bytes(model: Any) -> int:
-    """Bytes of whole weights that a pass holds at once: the rest's group and two layers."""
+    """Bytes of whole weights that a pass holds at once: the rest's group and two layers. None of a model that a
+    library has left whole."""
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return 0
     layers = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in decoder_layers(model)]
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     return int(total - sum(layers) + 2 * max(layers, default=0))

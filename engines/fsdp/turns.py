@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from engines.fsdp.group import Ranks
 from engines.torch_engine.open_operations import Ended, OpenOperations, Work
@@ -58,7 +59,9 @@ class SharedTurns(OpenOperations):
         try:
             return OpenOperations.run_pass(self, works, body=body)
         except Exception:
-            self.run.model.base_model.reset_iter_state()
+            root = next((module for module in self.run.model.modules() if isinstance(module, FSDPModule)), None)
+            if root is not None:  # a library may leave a model on one rank as it is
+                root.reset_iter_state()
             raise
 
     def commit(self, operation: OpenOperation) -> None:

@@ -1,0 +1,1 @@
+"""NeMo Automodel as an engine; see docs/engines.md."""
