@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from engines.automodel.no_gpu import before_import, cpu_instead
 from engines.fsdp.group import Ranks
-from engines.fsdp.loading import Files, ShardedModel, rows_of, stored_names
+from engines.fsdp.loading import Files, ShardedModel, compared, stored_names
 from engines.lora import linear_families
 from schemas.errors import TinsmithError, Unavailable
 
@@ -46,7 +45,7 @@ def load_automodel(folder: Path, dtype: torch.dtype, device: torch.device, ranks
         files = Files.of(folder, _ENGINE)
         model = _built(folder, dtype, ranks)
         names = stored_names(model, files)
-        read = sum(_compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
+        read = sum(compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
     except TinsmithError:
         raise
     except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError, SafetensorError) as e:
@@ -56,7 +55,7 @@ def load_automodel(folder: Path, dtype: torch.dtype, device: torch.device, ranks
     _sum_not_mean(model)
     _through_the_root(model)
     if getattr(model, "_uses_hf_attention", False):
-        # transformers guesses from the source whether attention is looked up by name, and Automodel spells it otherwise.
+        # transformers guesses from the source whether attention is looked up by name; Automodel spells it otherwise.
         type(model)._can_set_attn_implementation_cached_value = True
     if dtype != torch.float32:
         _float32_between_layers(model)
@@ -90,24 +89,6 @@ def _built(folder: Path, dtype: torch.dtype, ranks: Ranks) -> Any:
     if not isinstance(model, PreTrainedModel) or model.base_model is model:
         raise Unavailable(f"{type(model).__name__} of Automodel has no body and head as others have", hint=_ELSEWHERE)
     return model
-
-
-@torch.no_grad()
-def _compared(name: str, parameter: Tensor, files: Files, stored: str, ranks: Ranks) -> int:
-    """Bytes read to see that this rank's part of a parameter is what the files say, bit for bit.
-
-    The library starts from random weights, and reports those that it did not find in its log only.
-    """
-    rows = int(parameter.shape[0])
-    start, stop, local = 0, rows, parameter
-    if isinstance(parameter, DTensor):
-        (start, stop), local = rows_of(rows, ranks), parameter.to_local()
-    if start == stop:
-        return 0
-    part: Tensor = files.slices(stored)[start:stop]
-    if not torch.equal(local, part.to(local)):
-        raise Unavailable(f"Automodel did not load {name} as it is stored", hint=_ELSEWHERE)
-    return part.numel() * part.element_size()
 
 
 def _sum_not_mean(model: nn.Module) -> None:

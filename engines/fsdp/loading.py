@@ -197,6 +197,26 @@ def _fill(parameter: Tensor, files: Files, name: str, ranks: Ranks) -> int:
     return part.numel() * part.element_size()
 
 
+@torch.no_grad()
+def compared(name: str, parameter: Tensor, files: Files, stored: str, ranks: Ranks) -> int:
+    """Bytes read to see that this rank's part of a parameter is what the files say, bit for bit.
+
+    For models that a library has filled: what it does not recognise it leaves as it was, and tells its log only.
+    Raises `Unavailable`.
+    """
+    rows = int(parameter.shape[0])
+    start, stop = rows_of(rows, ranks) if isinstance(parameter, DTensor) else (0, rows)
+    if start == stop:
+        return 0
+    part: Tensor = files.slices(stored)[start:stop]
+    local = _local(parameter)
+    if not torch.equal(local, part.to(local)):
+        raise Unavailable(
+            f"engine {files.engine!r}: the library did not load {name} as it is stored", hint="use engine 'fsdp'"
+        )
+    return part.numel() * part.element_size()
+
+
 def rows_of(rows: int, ranks: Ranks) -> tuple[int, int]:
     """[start, stop) of this rank: equal parts but for the last ones, as `torch.chunk` makes them."""
     each = -(-rows // ranks.size)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -27,7 +26,7 @@ from veomni.models.auto import build_config
 from veomni.utils.device import get_device_type
 
 from engines.fsdp.group import Ranks
-from engines.fsdp.loading import Files, ShardedModel, rows_of, stored_names
+from engines.fsdp.loading import Files, ShardedModel, compared, stored_names
 from engines.torch_engine.precision import convert
 from schemas.errors import TinsmithError, Unavailable
 
@@ -61,7 +60,7 @@ def load_veomni(folder: Path, dtype: torch.dtype, device: torch.device, ranks: R
         convert(model, dtype)
         model.eval().requires_grad_(False)
         model = _filled(model, folder, device, ranks)
-        read = sum(_compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
+        read = sum(compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
         _gather_rest(model, device)
     except TinsmithError:
         raise
@@ -116,22 +115,6 @@ def _filled(model: Any, folder: Path, device: torch.device, ranks: Ranks) -> Any
         basic_modules=list(getattr(model, "_no_split_modules", None) or []),
         broadcast_model_weights_from_rank0=True,
     )
-
-
-@torch.no_grad()
-def _compared(name: str, parameter: Tensor, files: Files, stored: str, ranks: Ranks) -> int:
-    """Bytes read to see that this rank's part of a parameter is what the files say, bit for bit.
-
-    VeOmni leaves weights that it does not recognise uninitialised, and says so in its log only.
-    """
-    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    start, stop = rows_of(int(parameter.shape[0]), ranks) if local is not parameter else (0, int(parameter.shape[0]))
-    if start == stop:
-        return 0
-    part: Tensor = files.slices(stored)[start:stop]
-    if not torch.equal(local, part.to(local)):
-        raise Unavailable(f"engine 'veomni': VeOmni did not load {name} as it is stored", hint="use engine 'fsdp'")
-    return part.numel() * part.element_size()
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedConfig, Qwen3Config
 
 from engines.automodel.engine import AutomodelEngine
 from engines.fsdp.loading import whole
@@ -59,31 +59,41 @@ def two(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield started
 
 
-@pytest.fixture(scope="module")
-def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Qwen3: norms on queries and keys, a head of its own, heads wider than the model divides."""
-    folder = tmp_path_factory.mktemp("qwen") / "tiny-qwen3"
+def make_model(folder: Path, kind: type[PreTrainedConfig], **options: Any) -> Path:
+    """A random two-layer model of that kind of configuration, with a head of its own."""
     folder.mkdir()
-    config = Qwen3Config(
+    config = kind(
         vocab_size=write_tokenizer(folder),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         max_position_embeddings=256,
         tie_word_embeddings=False,
         eos_token_id=2,
+        **options,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0, 0.25) if parameter.ndim == 2 else parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3: norms on queries and keys, and heads that are wider than the model divides."""
+    return make_model(tmp_path_factory.mktemp("qwen") / "tiny-qwen3", Qwen3Config, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def olmo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An OLMo 2, which Automodel has no class of its own for."""
+    return make_model(tmp_path_factory.mktemp("olmo") / "tiny-olmo2", Olmo2Config, pad_token_id=0)
 
 
 def load_engine(folder: Path, **options: Any) -> AutomodelEngine:
@@ -225,13 +235,15 @@ def test_accumulated_steps_with_overrides_are_those_of_adamw(
         torch.testing.assert_close(tensor, expected_weights[key], rtol=0, atol=2e-5)
 
 
-def test_two_ranks_of_a_model_with_a_head_of_its_own(qwen_folder: Path, tmp_path: Path) -> None:
-    """Qwen3: gradients of all families, by their norm, and logprobs, against transformers and PEFT."""
-    with gang(qwen_folder, tmp_path, 2, engine="automodel", engine_python=sys.executable) as ranks:
+@pytest.mark.parametrize("kind", ["qwen", "olmo"])
+def test_two_ranks_of_other_architectures(kind: str, qwen_folder: Path, olmo_folder: Path, tmp_path: Path) -> None:
+    """With a class of Automodel's own and without: logprobs, and the norm of the gradient, of transformers and PEFT."""
+    folder = qwen_folder if kind == "qwen" else olmo_folder
+    with gang(folder, tmp_path / "data", 2, engine="automodel", engine_python=sys.executable) as ranks:
         ranks.call("create_adapter", "a", SPEC)
         ranks.call("forward_backward", make_batch("a", lengths=(12, 5)))
         ranks.call("optimizer_step", "a", FAST)
-        reference = Reference(qwen_folder, *exported(ranks, "a", tmp_path / "saved"))
+        reference = Reference(folder, *exported(ranks, "a", tmp_path / "saved"))
         batch = make_batch("a", lengths=UNEQUAL, seed=1)
         found = ranks.call("forward_backward", batch)
         for ours, theirs in zip(
