@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -147,7 +147,7 @@ def _fill(family: Family, titan_config: Any, decoder: nn.Module, folder: Path) -
         for key in adapter.to_hf({name: torch.empty(parameter.shape, device="meta")}):
             wanted[key] = parameter.detach()
     _check(family, wanted, stored, tied=titan_config.enable_weight_tying)
-    dcp.load(wanted, storage_reader=reader)
+    load(wanted, storage_reader=reader)
     return sum(_local(tensor).numel() * stored[key].properties.dtype.itemsize for key, tensor in wanted.items())
 
 

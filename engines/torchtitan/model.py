@@ -70,8 +70,7 @@ class Projection(nn.Module):
 
 def paired(y: Tensor, heads: int) -> Tensor:
     """Within each head of the last dimension, from halves (0 1 2 | 3 4 5) to pairs (0 3 | 1 4 | 2 5)."""
-    halves = y.unflatten(-1, (heads, 2, -1))
-    return halves.transpose(-1, -2).flatten(-3)
+    return y.view(*y.shape[:-1], heads, 2, -1).transpose(-1, -2).reshape(y.shape)
 
 
 class Body(nn.Module):
