@@ -159,6 +159,11 @@ class Settings(BaseSettings):
         description="Seconds that a rank waits for the others before all of them are ended and started again. It must "
         "be longer than the slowest pass.",
     )
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="How many neighbouring ranks share the tensors of one copy of a base model; a divisor of `ranks` "
+        "(engine megatron).",
+    )
     ray: str | None = Field(
         None,
         pattern=r"^(auto|local|[^:/\s]+:\d+)$",
@@ -394,6 +399,14 @@ class Settings(BaseSettings):
     def _ranks_need_an_engine(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and info.data.get("engine") == "torch":
             raise ValueError("engine torch computes in one process; choose engine fsdp for several")
+        return value
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _whole_copies(cls, value: int, info: ValidationInfo) -> int:
+        ranks = info.data.get("ranks", value)
+        if ranks % value:
+            raise ValueError(f"it must be a divisor of the {ranks} ranks")
         return value
 
     @field_validator("data_dir")
