@@ -42,7 +42,7 @@ pytestmark = needs("megatron")
 ROOT = Path(__file__).parents[3]
 CLOSE = 2e-5
 """Of the largest gradient: what sums in another order may change."""
-STEPS = (OptimStepParams(3e-3, (0.9, 0.95), 1e-5, 0.0), OptimStepParams(1e-3, (0.8, 0.9), 1e-5, 0.1))
+STEPS = (OptimStepParams(3e-3, (0.9, 0.95), 1e-2, 0.0), OptimStepParams(1e-3, (0.8, 0.9), 1e-2, 0.1))
 
 
 def load_engine(folder: Path, **options: Any) -> MegatronEngine:
@@ -231,7 +231,7 @@ def test_samples_are_those_of_engine_torch(engine: MegatronEngine, untied_folder
             found |= sampler.turn(following).ended
             following = SampleTurn(steps=100)
         ended.append(found)
-    for name in turn.samples:
+    for name in ("drawn", "greedy"):
         for ours, theirs in zip(ended[0][name].sequences, ended[1][name].sequences, strict=True):
             assert ours.tokens.tolist() == theirs.tokens.tolist()
             np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
@@ -245,7 +245,7 @@ def test_checkpoints_go_to_engine_torch_and_back(engine: MegatronEngine, untied_
     for seed in range(2):
         train(engine, make_batch("a", seed=seed))
     saved = engine.save_adapter("a", tmp_path / "ours", with_optimizer=True)
-    assert plain.load_adapter("a", tmp_path / "ours", with_optimizer=True, create=True).spec == saved.spec
+    assert plain.load_adapter("a", tmp_path / "ours", with_optimizer=True, create=True) == saved
     plain.save_adapter("a", tmp_path / "theirs", with_optimizer=True)
     engine.load_adapter("b", tmp_path / "theirs", with_optimizer=True, create=True)
     first, second = engine._pool.get("a"), engine._pool.get("b")
