@@ -215,3 +215,23 @@ def test_who_keeps_what(two: Gang, folder: Path, request: pytest.FixtureRequest)
     if "tensor" in request.node.callspec.id:
         expected -= sum(size[each] for each in size if each.endswith("_proj.weight")) // 2
     assert [each["read"] for each in two.call("facts")] == [expected] * 2
+
+
+@pytest.mark.exhaustive
+def test_two_copies_of_two_ranks_each(folder: Path, one: TorchEngine, tmp_path: Path, name: str) -> None:
+    """Datums shared by copies, tensors within a copy; the head, which all have whole, counts once for each copy."""
+    spec = {"engine": "megatron", "tensor_parallel": 2, "builder": "tests.engines.field.megatron_models:build"}
+    with gang(folder, tmp_path / "gang", 4, **spec) as four:
+        trained(four, name)
+        four.call("save_checkpoint", name, str(tmp_path / "saved"), True)
+        one.load_adapter(name, tmp_path / "saved", with_optimizer=True, create=True)
+        for lengths in (UNEQUAL, (11,)):
+            batch = batch_of(name, lengths, seed=5)
+            found, expected = four.call("forward_backward", batch), accumulate(one, batch)
+            for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-4)
+            assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
+        facts = four.call("facts", name)
+        assert len(facts) == 4
+        assert all(np.array_equal(each["gradient"], facts[0]["gradient"]) for each in facts)
+        close(facts[0]["gradient"], gradient_of(one, name))
