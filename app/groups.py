@@ -36,6 +36,7 @@ def worker_spec(settings: Settings, name: str, source: str | None) -> WorkerSpec
         device=settings.device,
         threads=compute_threads(settings.threads, settings.ranks, os.environ),
         ranks=settings.ranks,
+        tensor_parallel=settings.tensor_parallel,
         rank_timeout=settings.rank_timeout,
         sample_logprobs=settings.sample_logprobs,
         max_sample_rows=settings.max_sample_rows,

@@ -169,6 +169,11 @@ class Settings(BaseSettings):
         description="Seconds that a rank waits for the others before all of them are ended and started again. It must "
         "be longer than the slowest pass.",
     )
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="How many neighbouring ranks share the tensors of one copy of a base model; a divisor of `ranks` "
+        "(engine megatron).",
+    )
     ray: str | None = Field(
         None,
         pattern=r"^(auto|local|[^:/\s]+:\d+)$",
@@ -450,6 +455,14 @@ class Settings(BaseSettings):
             raise ValueError(f"the least number is larger than the largest; write {most}:{least}")
         if "ray" in info.data and info.data["ray"] is None:
             raise ValueError("sampling replicas run on a Ray cluster; give the setting ray too")
+        return value
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _whole_copies(cls, value: int, info: ValidationInfo) -> int:
+        ranks = info.data.get("ranks", value)
+        if ranks % value:
+            raise ValueError(f"it must be a divisor of the {ranks} ranks")
         return value
 
     @field_validator("data_dir")

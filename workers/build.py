@@ -6,7 +6,7 @@ import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from engines.capabilities import Capabilities
 from engines.machine import usable_cores
@@ -48,7 +48,7 @@ def delete_leftovers(spec: WorkerSpec) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _tensor_parallel(spec: WorkerSpec, capabilities: Capabilities) -> dict[str, int]:
+def _tensor_parallel(spec: WorkerSpec, capabilities: Capabilities) -> dict[str, Any]:
     """The argument of engines that have it. Raises `InvalidRequest` for the others, unless it is 1."""
     if capabilities.tensor_parallel:
         return {"tensor_parallel": spec.tensor_parallel}

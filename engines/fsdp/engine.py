@@ -60,7 +60,9 @@ class FsdpEngine(TorchEngine):
 
     def __init__(self, model_folder: Path, **options: Any) -> None:
         if options.get("model") is not None:
-            raise InvalidRequest("engine 'fsdp' reads the base model from its folder", field="model")
+            raise InvalidRequest(
+                f"engine {self.capabilities.engine!r} reads the base model from its folder", field="model"
+            )
         super().__init__(model_folder, **options)
         self._ranks = Ranks(0, 1)
         self._share_tokens = 0
@@ -72,7 +74,9 @@ class FsdpEngine(TorchEngine):
         """As `TorchEngine.check`, and torch was built with what processes talk through."""
         super().check()
         if not (dist.is_available() and dist.is_gloo_available()):
-            raise Unavailable("engine 'fsdp' needs a build of torch with torch.distributed and gloo")
+            raise Unavailable(
+                f"engine {cls.capabilities.engine!r} needs a build of torch with torch.distributed and gloo"
+            )
 
     def load(self) -> BaseModelInfo:
         """Meet the other ranks, then as `TorchEngine.load`. Raises `Unavailable` if a rank has no device."""
@@ -94,11 +98,12 @@ class FsdpEngine(TorchEngine):
         count = torch.cuda.device_count()
         if self._place.local_rank >= count:
             raise Unavailable(
-                f"engine 'fsdp' needs a CUDA device for each of its {self._place.ranks} ranks; there are {count} here",
+                f"engine {self.capabilities.engine!r} needs a CUDA device for each of its {self._place.ranks} ranks; "
+                f"there are {count} here",
                 hint="start fewer ranks, or use device cpu",
             )
         if not dist.is_nccl_available():
-            raise Unavailable("engine 'fsdp' on CUDA devices needs a build of torch with NCCL")
+            raise Unavailable(f"engine {self.capabilities.engine!r} on CUDA devices needs a build of torch with NCCL")
         device = torch.device("cuda", self._place.local_rank)
         torch.cuda.set_device(device)
         return device

@@ -17,6 +17,7 @@ def share(lengths: Sequence[int], ranks: int, *, window: int, first: int = 0) ->
 
     Args:
         lengths: tokens of each datum, in the order of the batch.
+        ranks: how many there are; of copies of the model, where several ranks share one.
         window: tokens of a window (that of a turn, so that a turn is balanced); at least one datum.
         first: which rank gets the first datum, so that many small batches do not all go to the same one.
     """

@@ -2,4 +2,11 @@
 
 from engines.capabilities import Capabilities
 
-CAPABILITIES = Capabilities("megatron", several_ranks=True, packed=False, tensor_parallel=True, environment="megatron")
+CAPABILITIES = Capabilities(
+    "megatron",
+    several_ranks=True,
+    many_adapters=False,  # a pass has one sequence
+    packed=False,
+    tensor_parallel=True,
+    environment="megatron",
+)

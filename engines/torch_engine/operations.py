@@ -72,7 +72,7 @@ class OpenOperation:
     poisoned: int | None = None
     """The first datum whose gradient was not finite."""
     share: tuple[int, ...] = ()
-    """Which rank computes each datum, where there are several."""
+    """Which rank (or group of ranks that share one copy of the model) computes each datum, where there are several."""
     logprobs: list[Float32] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from safetensors.torch import load_file
 
 from engines.torch_engine.engine import TorchEngine
 from schemas.errors import InvalidRequest, NonFiniteGradient
-from schemas.operations import Datum, LoraSpec, OptimStepParams, Sample, SampleTurn, SamplingParams, TrainBatch
+from schemas.operations import Datum, LoraSpec, Sample, SampleTurn, SamplingParams, TrainBatch
 from tests.engines.contract import FAST, SPEC, accumulate
 from tests.engines.field import needs
 from tests.engines.field.megatron_models import make_family
-from tests.engines.field.test_megatron import assert_gradient, examples_of, reference_of
+from tests.engines.field.test_megatron import STEPS, assert_gradient, examples_of, reference_of
 from tests.engines.gang import Gang, gang
 from tests.engines.test_fsdp_ranks import UNEQUAL, batch_of, close, gradient_of
 
@@ -103,9 +104,8 @@ def test_the_numbers_are_those_of_transformers_and_peft(
             np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-4)
     theirs_by_name = {each: p.grad.clone() for each, p in reference.parameters.items() if p.grad is not None}
     assert_gradient(torch.from_numpy(gradients(two, name)), adapter, theirs_by_name, close=5e-5)
-    step = OptimStepParams(lr=2e-3, betas=(0.8, 0.9), eps=1e-5)
-    two.call("optimizer_step", name, step)
-    reference.step(lr=step.lr, betas=step.betas, eps=step.eps, weight_decay=step.weight_decay)
+    two.call("optimizer_step", name, STEPS[1])
+    reference.step(**asdict(STEPS[1]))
     two.call("save_checkpoint", name, str(tmp_path / "after"), False)
     after = load_file(tmp_path / "after" / "adapter_model.safetensors")
     for each, tensor in reference.get().items():
@@ -215,3 +215,23 @@ def test_who_keeps_what(two: Gang, folder: Path, request: pytest.FixtureRequest)
     if "tensor" in request.node.callspec.id:
         expected -= sum(size[each] for each in size if each.endswith("_proj.weight")) // 2
     assert [each["read"] for each in two.call("facts")] == [expected] * 2
+
+
+@pytest.mark.exhaustive
+def test_two_copies_of_two_ranks_each(folder: Path, one: TorchEngine, tmp_path: Path, name: str) -> None:
+    """Datums shared by copies, tensors within a copy; the head, which all have whole, counts once for each copy."""
+    spec = {"engine": "megatron", "tensor_parallel": 2, "builder": "tests.engines.field.megatron_models:build"}
+    with gang(folder, tmp_path / "gang", 4, **spec) as four:
+        trained(four, name)
+        four.call("save_checkpoint", name, str(tmp_path / "saved"), True)
+        one.load_adapter(name, tmp_path / "saved", with_optimizer=True, create=True)
+        for lengths in (UNEQUAL, (11,)):
+            batch = batch_of(name, lengths, seed=5)
+            found, expected = four.call("forward_backward", batch), accumulate(one, batch)
+            for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-4)
+            assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
+        facts = four.call("facts", name)
+        assert len(facts) == 4
+        assert all(np.array_equal(each["gradient"], facts[0]["gradient"]) for each in facts)
+        close(facts[0]["gradient"], gradient_of(one, name))
