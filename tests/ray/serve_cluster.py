@@ -122,7 +122,7 @@ def _start(folder: str, cpus: int) -> RayProcesses:
 
 
 def _wait_until_started(cluster: RayProcesses, log: Path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while not cluster._all()[1:] or b"Ray runtime started" not in log.read_bytes():
         if cluster._process.poll() is not None or time.monotonic() > deadline:
             raise AssertionError(log.read_text()[-3000:])
