@@ -1,0 +1,1 @@
+"""What needs CUDA devices; each module says so where there are none."""
