@@ -1,4 +1,4 @@
-"""`make test-engines`: each engine that has an environment of its own is built and tested in it, one after the other.
+"""`make test-engines`: each engine that has an environment of its own is built and tested, one after the other.
 
     python -m tests.engines.field [--no-build] [ENGINE ...]
 
@@ -18,6 +18,7 @@ from engines.environments import ROOT, check_in, environment_python
 from engines.registry import ENGINES, capabilities
 from schemas.errors import Unavailable
 
+VLLM = "vllm"
 HERE = Path(__file__).resolve().parent
 
 
@@ -36,12 +37,20 @@ def tested(engine: str, build: bool, arguments: list[str]) -> tuple[bool, str]:
         found = check_in(python, engine)
     except Unavailable as error:
         return True, f"NOT tested: {error.message} ({error.hint})"
-    tests = HERE / f"test_{engine}.py"
-    if not tests.is_file():
+    tests = sorted(HERE.glob(f"test_{engine}*.py"))
+    if not tests:
         return False, "there is no test of it"
-    done = subprocess.run([python, "-m", "pytest", "-n", "0", tests, *arguments], cwd=ROOT, check=False)
+    done = subprocess.run([python, "-m", "pytest", "-n", "0", *tests, *arguments], cwd=ROOT, check=False)
     versions = ", ".join(f"{name} {version}" for name, version in found.items())
     return done.returncode == 0, f"{'passed' if done.returncode == 0 else 'FAILED'} ({versions})"
+
+
+def sampler_tested(build: bool, arguments: list[str]) -> tuple[bool, str]:
+    """As `tested`, for vLLM: its tests run in the server's environment, and start it in its own."""
+    if build and subprocess.run([ROOT / "docker" / "engine_env.sh", VLLM], cwd=ROOT, check=False).returncode:
+        return True, "NOT tested: its environment could not be built"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "tests/vllm", *arguments], cwd=ROOT, check=False)
+    return done.returncode == 0, "passed, or skipped for the reason above" if done.returncode == 0 else "FAILED"
 
 
 def main() -> int:
@@ -50,15 +59,17 @@ def main() -> int:
     parser.add_argument("engines", nargs="*", metavar="ENGINE", help="default: all")
     parser.add_argument("--no-build", action="store_true", help="test in what is there")
     options, arguments = parser.parse_known_args()
-    unknown = set(options.engines) - set(environments())
+    known = [*environments(), VLLM]
+    unknown = set(options.engines) - set(known)
     if unknown:
-        parser.error(
-            f"{', '.join(sorted(unknown))}: no environment of that name; there are {', '.join(environments())}"
-        )
+        parser.error(f"{', '.join(sorted(unknown))}: no environment of that name; there are {', '.join(known)}")
     good, lines = True, []
-    for engine in options.engines or environments():
+    for engine in options.engines or known:
         began = time.monotonic()
-        fine, what = tested(engine, not options.no_build, arguments)
+        if engine == VLLM:
+            fine, what = sampler_tested(not options.no_build, arguments)
+        else:
+            fine, what = tested(engine, not options.no_build, arguments)
         good &= fine
         lines.append(f"{engine:<12} {time.monotonic() - began:6.0f} s  {what}")
     sys.stdout.write("\n".join(lines) + "\n")
