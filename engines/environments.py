@@ -20,7 +20,7 @@ from engines.registry import capabilities, get_engine
 from schemas.errors import TinsmithError, Unavailable
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECK_SECONDS = 180.0
+CHECK_SECONDS = 300.0
 """An interpreter that imports torch takes seconds, and many on a busy machine."""
 _TOLD = ("torch", "transformers", "ray")
 
