@@ -99,16 +99,18 @@ def _sum_not_mean(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _through_the_root(model: Any) -> None:
+def _through_the_root(built: Any) -> None:
     """Let passes through the body gather and free what belongs to the root.
 
     The library makes the whole model the root, with embedding, last norm and head in it; passes call the body alone.
     """
-    if isinstance(model, FSDPModule):
-        body = model.base_model
-        model.body_forward = body.forward
-        register_fsdp_forward_method(model, "body_forward")
-        body.forward = model.body_forward
+    if not isinstance(built, FSDPModule):
+        return
+    model: Any = built
+    body = model.base_model
+    model.body_forward = body.forward
+    register_fsdp_forward_method(model, "body_forward")
+    body.forward = model.body_forward
 
 
 def _float32_between_layers(model: Any) -> None:
