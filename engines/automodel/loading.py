@@ -6,12 +6,14 @@ Never runs code from the folder. Not responsible for computing with the model.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from transformers import AutoConfig, PreTrainedModel
 
@@ -48,6 +50,9 @@ def load_automodel(folder: Path, dtype: torch.dtype, device: torch.device, ranks
         read = sum(compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
     except TinsmithError:
         raise
+    except CheckpointException as error:  # no `Exception`, and it would end the process
+        _log.exception("loading the base model failed")
+        raise Unavailable(_not_found(str(error)), hint="use engine 'torch', or save it with save_pretrained") from None
     except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError, SafetensorError) as e:
         _log.exception("loading the base model failed")
         raise Unavailable(f"the base model could not be loaded ({type(e).__name__}); see the server's log") from None
@@ -60,6 +65,13 @@ def load_automodel(folder: Path, dtype: torch.dtype, device: torch.device, ranks
     if dtype != torch.float32:
         _float32_between_layers(model)
     return ShardedModel(model, read)
+
+
+def _not_found(report: str) -> str:
+    """What a failed read says to clients; a report of torch's has paths and tracebacks in it."""
+    missing = re.search(r"Missing key in checkpoint state_dict: ([\w.]*\w)", report)
+    name = missing[1] if missing else "a weight"
+    return f"engine 'automodel' reads weights as they are stored; {name} is not in the files in Automodel's form"
 
 
 def _built(folder: Path, dtype: torch.dtype, ranks: Ranks) -> Any:
@@ -99,16 +111,18 @@ def _sum_not_mean(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _through_the_root(model: Any) -> None:
+def _through_the_root(built: Any) -> None:
     """Let passes through the body gather and free what belongs to the root.
 
     The library makes the whole model the root, with embedding, last norm and head in it; passes call the body alone.
     """
-    if isinstance(model, FSDPModule):
-        body = model.base_model
-        model.body_forward = body.forward
-        register_fsdp_forward_method(model, "body_forward")
-        body.forward = model.body_forward
+    if not isinstance(built, FSDPModule):
+        return
+    model: Any = built
+    body = model.base_model
+    model.body_forward = body.forward
+    register_fsdp_forward_method(model, "body_forward")
+    body.forward = model.body_forward
 
 
 def _float32_between_layers(model: Any) -> None:

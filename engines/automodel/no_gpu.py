@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,7 +20,8 @@ def before_import() -> None:
     makes them no faster there."""
     if not torch.cuda.is_available():
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        importlib.import_module("torch._dynamo.config").disable = True  # in case the variable was read already
+        config: Any = importlib.import_module("torch._dynamo.config")
+        config.disable = True  # in case the variable was read already
 
 
 @contextmanager
@@ -28,7 +30,7 @@ def cpu_instead() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    auto_model = importlib.import_module("nemo_automodel._transformers.auto_model")
+    auto_model: Any = importlib.import_module("nemo_automodel._transformers.auto_model")
     finish, current = auto_model.apply_model_infrastructure, torch.cuda.current_device
 
     def on_cpu(**options: object) -> object:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from app import engines_docs
+from engines.automodel.engine import AutomodelEngine
 from engines.capabilities import Capabilities
 from engines.fsdp.engine import FsdpEngine
 from engines.registry import ENGINES, SAMPLERS, capabilities
@@ -22,7 +23,7 @@ SMALL = Capabilities("small", devices=("cpu",), optimizers=("adamw",), samplers=
 
 
 def test_the_classes_have_what_the_registry_tells() -> None:
-    for kind in (TorchEngine, FsdpEngine, VeomniEngine):
+    for kind in (TorchEngine, FsdpEngine, AutomodelEngine, VeomniEngine):
         name = kind.capabilities.engine
         assert capabilities(name) is kind.capabilities
         assert ENGINES[name].endswith(f":{kind.__name__}")
