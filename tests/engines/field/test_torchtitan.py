@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engines.base_models import DEFAULT_MODEL
 from engines.fsdp.loading import whole
+from engines.registry import get_engine
 from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.engine import TorchEngine
@@ -233,6 +236,12 @@ def test_weights_in_bfloat16_and_in_several_files(tmp_path: Path, folders: dict[
         torch.testing.assert_close(found[name], parameter.detach().float(), rtol=0, atol=0)
 
 
+def test_another_version_of_torchtitan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.torchtitan.engine.VERSION", "0.2.0")
+    with pytest.raises(Unavailable, match=r"needs torchtitan 0\.2\.0; 0\.3\.0 is installed"):
+        get_engine("torchtitan")
+
+
 # -- what there is no model for ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("changes", "told"),
@@ -312,9 +321,13 @@ def test_samples_are_those_of_the_torch_engine(case: tuple[Path, TorchEngine], t
 @pytest.mark.exhaustive
 @pytest.mark.real_model
 def test_smollm2_against_transformers_and_peft(tmp_path: Path) -> None:
-    from engines.base_models import DEFAULT_MODEL, prepare
-
-    folder = prepare(DEFAULT_MODEL, None, tmp_path / "data")
+    """The server's own environment has what converts the model; this one need not."""
+    server = Path(__file__).parents[3] / ".venv/bin/python"
+    if not server.exists():
+        pytest.skip("the server's environment is missing: make setup")
+    command = [str(server), "-m", "engines.base_models", DEFAULT_MODEL, "--data-dir", str(tmp_path / "data")]
+    made = subprocess.run(command, cwd=server.parents[2], capture_output=True, text=True, check=True)
+    folder = Path(made.stdout.strip().splitlines()[-1])
     engine = load_engine(folder)
     engine.create_adapter("a", LoraSpec(8, 3, train_unembed=False))
     train(engine, make_batch("a", lengths=(12, 5)), FAST)
