@@ -51,6 +51,8 @@ class Place(nn.Linear):
 class AdaptedLinear(nn.Module):
     """In place of a fused linear: its output, and the adapters' on top; float32 out, whatever the base weight is.
 
+    Runs once adapters are attached (`lora.attach`).
+
     Args:
         fused: megatron's layer, [s, b, in] -> ([s, b, out], bias or None).
         at: the module of the Hugging Face tree in which the parts are.
@@ -67,13 +69,9 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Raises `EngineFailure` if several adapters meet in a batch of several rows."""
-        parts = [getattr(self._at[0], place.leaf) for place in self._places]
-        dtype = cast(Tensor, self.fused.weight).dtype
-        if not isinstance(parts[0], LoraLinear):
-            y, bias = self.fused(x.to(dtype))
-            return y.float(), bias
+        parts: list[LoraLinear] = [getattr(self._at[0], place.leaf) for place in self._places]
         router = parts[0].router
-        y, bias = self.fused(router.cast(x, dtype))
+        y, bias = self.fused(router.cast(x, cast(Tensor, self.fused.weight).dtype))
         found = self._found(parts, router, x)
         y = y.float()
         if self._group is None:
