@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -64,6 +65,8 @@ class Found:
     start_seconds: float
     operations: dict[str, Latency]
     memory: Memory
+    drawn: list[int]
+    """Tokens that the trained adapter draws: the same on every layout, or they did not do the same work."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,20 +85,25 @@ def run(given: argparse.Namespace) -> list[Found]:
             began = time.monotonic()
             with serve(Path(folder) / f"data-{number}", options, ready_within=400) as server:
                 started = time.monotonic() - began
-                operations = _measure(server, given.repeats)
-                found.append(Found(layout, started, operations, _memory(server)))
+                operations, drawn = _measure(server, given.repeats)
+                found.append(Found(layout, started, operations, _memory(server), drawn))
+            sys.stderr.write(json.dumps(asdict(found[-1])) + "\n")
+            if drawn != found[0].drawn:
+                raise RuntimeError(f"{layout} and {found[0].layout} drew different tokens from the same adapter")
     sys.stdout.write(_table(found, given.repeats) + "\n")
     return found
 
 
-def _measure(server: RunningServer, repeats: int) -> dict[str, Latency]:
+def _measure(server: RunningServer, repeats: int) -> tuple[dict[str, Latency], list[int]]:
+    """The latencies, and what the adapter draws that came of it all."""
     with server.client() as http:
         session = http.post("create_session", json={"sdk_version": "bench"}).raise_for_status().json()["session_id"]
         opening = {"session_id": session, "base_model": MODEL}
-        model = _done(http, "create_model", {**opening, "model_seq_id": 0, "lora_config": {"rank": 8}})["model_id"]
+        created = _done(http, "create_model", {**opening, "model_seq_id": 0, "lora_config": {"rank": 8, "seed": 3}})
+        model = created["model_id"]
         sampler = http.post("create_sampling_session", json={**opening, "sampling_session_seq_id": 0})
         drawing = {"sampling_session_id": sampler.raise_for_status().json()["sampling_session_id"], "prompt": [5, 6]}
-        numbers = iter(range(1, 1 << 30))
+        numbers, samples = itertools.count(1), itertools.count()
 
         def train(body: bytes) -> None:
             head = pb.ForwardBackwardRequest(model_id=model, seq_id=next(numbers)).SerializeToString()
@@ -107,7 +115,7 @@ def _measure(server: RunningServer, repeats: int) -> dict[str, Latency]:
 
         def sample() -> None:
             params = {"max_tokens": 1, "seed": 1}
-            _done(http, "asample", {**drawing, "seq_id": next(numbers), "sampling_params": params, "num_samples": 1})
+            _done(http, "asample", {**drawing, "seq_id": next(samples), "sampling_params": params, "num_samples": 1})
 
         small, large = _examples(1), _examples(TARGETS)
         kinds: dict[str, tuple[Callable[[], None], int]] = {
@@ -116,7 +124,14 @@ def _measure(server: RunningServer, repeats: int) -> dict[str, Latency]:
             "optim_step": (step, repeats),
             "sample of one token": (sample, repeats),
         }
-        return {name: _timed(work, count) for name, (work, count) in kinds.items()}
+        latencies = {name: _timed(work, count) for name, (work, count) in kinds.items()}
+        save = {"model_id": model, "seq_id": next(numbers), "path": "trained"}
+        trained = {"session_id": session, "model_path": _done(http, "save_weights_for_sampler", save)["path"]}
+        sampler = http.post("create_sampling_session", json={**trained, "sampling_session_seq_id": 1})
+        drawing = {**drawing, "sampling_session_id": sampler.raise_for_status().json()["sampling_session_id"]}
+        params = {"max_tokens": 32, "seed": 7, "stop": []}
+        outcome = _done(http, "asample", {**drawing, "seq_id": 0, "sampling_params": params, "num_samples": 1})
+        return latencies, outcome["sequences"][0]["tokens"]
 
 
 def _timed(work: Callable[[], None], count: int) -> Latency:

@@ -25,8 +25,9 @@ _log = logging.getLogger("tinsmith.ray")
 DEPLOY_SECONDS = 120.0
 """How long a process may take to start."""
 _POLL_SECONDS = 0.25
-_MAKING = threading.Lock()
-"""Serve describes a deployment with the help of a global register of modules: two threads at it spoil each other's."""
+_DESCRIBING = threading.Lock()
+"""Whenever Serve makes the description of a deployment, of a new one or in the answer to how all are, it uses a global
+register of modules: two threads at it spoil each other's."""
 _UNPLACED = "to be scheduled"
 """What Serve says of a replica that no node has room for."""
 
@@ -105,7 +106,7 @@ class ServeApplication:
         return None
 
     def _deploy(self) -> Any:
-        with _MAKING:
+        with _DESCRIBING:
             target = RunTarget(self._make(), name=self.name, route_prefix=None)
             [handle] = run_many([target], wait_for_applications_running=False)
         try:
@@ -134,8 +135,14 @@ class ServeApplication:
             time.sleep(_POLL_SECONDS)
 
 
+def applications() -> dict[str, ApplicationStatusOverview]:
+    """All applications on the cluster, by name."""
+    with _DESCRIBING:
+        return dict(serve.status().applications)
+
+
 def _status_of(name: str) -> ApplicationStatusOverview | None:
-    overview = serve.status().applications.get(name)
+    overview = applications().get(name)
     return None if overview is None or overview.status == ApplicationStatus.DELETING else overview
 
 

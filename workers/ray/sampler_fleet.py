@@ -11,11 +11,10 @@ import logging
 import time
 from contextlib import suppress
 
-from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
 from schemas.errors import EngineFailure, TinsmithError, Unavailable
-from workers.ray.application import DEPLOY_SECONDS, ServeApplication, application_name, words
+from workers.ray.application import DEPLOY_SECONDS, ServeApplication, application_name, applications, words
 from workers.ray.placement import shortage
 from workers.ray.sampler_client import SamplerClient
 from workers.ray.sampler_options import SamplerOptions
@@ -150,8 +149,8 @@ class SamplerFleet:
 
     def _leave(self) -> None:
         """Delete the application, unless the training of this base model is still there for another server."""
-        applications = serve.status().applications
-        if application_name(self.name) not in applications and self._application.name in applications:
+        there = applications()
+        if application_name(self.name) not in there and self._application.name in there:
             self._application.delete()
 
 
