@@ -320,6 +320,7 @@ def test_samples_are_those_of_the_torch_engine(case: tuple[Path, TorchEngine], t
 # -- a real model ------------------------------------------------------------------------------------------------------
 @pytest.mark.exhaustive
 @pytest.mark.real_model
+@pytest.mark.timeout(1800)
 def test_smollm2_against_transformers_and_peft(tmp_path: Path) -> None:
     """The server's own environment has what converts the model; this one need not."""
     server = Path(__file__).parents[3] / ".venv/bin/python"
