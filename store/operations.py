@@ -253,8 +253,8 @@ async def _settle(
 def _settling(columns: frozenset[str]) -> ReturningUpdate[tuple[str]]:
     """The change that settles a pending operation and gives it the next place of its scope.
 
-    Every operation runs it. It is kept, since to build it takes longer than to run it: `finish` took 10.5 ms of CPU with a
-    new one each time, and takes 4.9 ms.
+    Every operation runs it. It is kept, since to build it takes longer than to run it: `finish` took 10.5 ms of CPU
+    with a new one each time, and takes 4.9 ms.
     """
     operations = Operation.__table__
     before = operations.alias()
