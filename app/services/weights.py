@@ -224,7 +224,7 @@ class Weights:
                 kind=kind,
                 scope=model_scope(run.model_id),
                 seq_id=request.seq_id,
-                digest=request_digest(request),
+                digest=_fingerprint(request),
                 body=encode_operation(kind, operation, context),
                 runtime=self._runs.runtime(run),
                 model_id=run.model_id,
@@ -416,6 +416,17 @@ def _new_optimizer(request: LoadWeightsRequest, checkpoint: CheckpointRecord) ->
             hint="leave optimizer_config out, or load with optimizer=false to begin with another optimizer",
         )
     return kept
+
+
+def _fingerprint(request: SaveRequest) -> str:
+    """What a repeat of a save is recognised by.
+
+    Not by the number of an ephemeral sampler: the official client draws a new one whenever it sends the request again
+    (`TrainingClient._save_weights_for_sampler_impl`). The first number counts.
+    """
+    if isinstance(request, SaveWeightsForSamplerRequest) and request.path is None:
+        request = request.model_copy(update={"sampling_session_seq_id": 0})
+    return request_digest(request)
 
 
 def _saved(outcome: OperationResult) -> SavedAdapter:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from engines.fsdp.group import Ranks
 from engines.torch_engine.open_operations import Ended, OpenOperations, Work
@@ -59,9 +58,10 @@ class SharedTurns(OpenOperations):
         try:
             return OpenOperations.run_pass(self, works, body=body)
         except Exception:
-            root = next((module for module in self.run.model.modules() if isinstance(module, FSDPModule)), None)
-            if root is not None:  # a library may leave a model on one rank as it is
-                root.reset_iter_state()
+            for root in (self.run.model, self.run.model.base_model):
+                if hasattr(root, "reset_iter_state"):  # a library may leave a model on one rank as it is
+                    root.reset_iter_state()
+                    break
             raise
 
     def commit(self, operation: OpenOperation) -> None:

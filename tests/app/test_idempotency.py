@@ -74,6 +74,17 @@ async def test_repeated_saves_save_once(api: Api, form: str) -> None:
     assert api.groups.made[0].calls.count("save_checkpoint") == 1
 
 
+async def test_an_ephemeral_save_is_recognised_whatever_number_its_sampler_has(api: Api) -> None:
+    """The official client draws a new number of the sampler for every try of one request."""
+    model = await api.model()
+    body = {"model_id": model, "seq_id": 1}
+    promises = [await api.submit("save_weights_for_sampler", **body, sampling_session_seq_id=n) for n in (4, 5)]
+    assert promises[0] == promises[1]
+    assert (await api.result(promises[0]))["sampling_session_id"].endswith(":sample:4")
+    answer = await api.post("save_weights_for_sampler", **body, sampling_session_seq_id=4, kind="inflight")
+    assert answer.json()["error"]["code"] == "seq_id_conflict"
+
+
 async def test_sampling_sessions_and_samples_are_recognised(api: Api) -> None:
     session = await api.session()
     body = {"session_id": session, "sampling_session_seq_id": 4, "base_model": MODEL}
