@@ -4,7 +4,7 @@ VENV := .venv
 ARGS ?=
 ENGINE ?= $(if $(shell command -v docker),docker,podman)
 
-.PHONY: engine-venv test-engines images lint-docker setup serve demo test test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
+.PHONY: engine-venv test-engines images lint-docker setup serve demo test test-slow test-exhaustive lint format bench compat clients cookbook docs openapi proto lock clean
 
 setup: $(VENV)/.ready  ## build the virtual environment
 
@@ -25,6 +25,9 @@ test: setup  ## run all tests, in two processes
 
 test-engines: setup  ## build the environment of each engine that has one, and test it there: make test-engines [ARGS=veomni]
 	PYTHON=$(PYTHON) $(VENV)/bin/python -m tests.engines.field $(ARGS)
+
+test-slow: setup  ## what takes more than ten seconds each; before a change lands
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m slow $(ARGS)
 
 test-exhaustive: setup  ## what takes minutes each: every kill, every moment, every layout
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -m exhaustive $(ARGS)

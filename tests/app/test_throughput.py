@@ -68,6 +68,7 @@ def slow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("slow") / "slow", hidden=256, layers=4)
 
 
+@pytest.mark.slow
 async def test_a_small_batch_waits_one_turn_of_a_huge_one_and_is_told_why(
     make_settings: Callable[..., Settings], slow_folder: Path
 ) -> None:

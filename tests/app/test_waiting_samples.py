@@ -157,6 +157,7 @@ async def test_a_session_that_ends_takes_its_samples_along(slow: Edge) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.slow
 async def test_thousands_of_waiting_samples_keep_no_prompts_in_memory(make_settings: Callable[..., Settings]) -> None:
     """Prompts of 9 kB each, as they are stored; more while they are read."""
     info = replace(INFO, context_length=10_000)

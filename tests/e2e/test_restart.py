@@ -48,6 +48,7 @@ def _kill(server: RunningServer) -> None:
     server.process.wait()
 
 
+@pytest.mark.slow
 def test_what_was_promised_before_a_kill_is_settled_after_it(tmp_path: Path, arguments: list[str]) -> None:
     with serve(tmp_path / "data", arguments) as server, server.client() as http:
         session = _post(http, "create_session", sdk_version="test")["session_id"]

@@ -245,6 +245,7 @@ def test_threads_share_a_client(sampler: Any) -> None:
     assert len(set(ids)) == 40
 
 
+@pytest.mark.slow
 def test_without_the_flags_the_sdk_polls_for_each_sample(tmp_path: Path, tiny_folder: Path) -> None:
     flags = ["--sample-use-retrieve-futures", "false", "--sample-join-sampling-session", "false"]
     arguments = ["--base-model", f"{MODEL}={tiny_folder}", "--threads", "1", "--shutdown-grace", "2", *flags]

@@ -34,6 +34,7 @@ def resident_kib(server: RunningServer) -> int:
     return int(found[1])
 
 
+@pytest.mark.slow
 def test_a_client_that_submits_too_much_is_slowed_down_and_gets_everything(server: RunningServer, service: Any) -> None:
     sampler = service.create_sampling_client(base_model=MODEL).result()
     params = types.SamplingParams(max_tokens=12, stop=[], temperature=1.0)

@@ -17,6 +17,7 @@ from tests.support.tiny_model import make_tiny_model
 KINDS = frozenset({"open", "write", "fsync", "rename", "link", "mkdir"})
 
 
+@pytest.mark.slow
 async def test_one_of_each_kind_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = calm_settings(tmp_path / "data", make_tiny_model(tmp_path / "tiny"))
     failed, told = await fail_calls(settings, KINDS, monkeypatch, one_of_each)

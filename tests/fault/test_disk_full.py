@@ -191,6 +191,7 @@ def test_a_full_disk(tmp_path: Path, tiny: Path) -> None:
         assert trainer.scores() == _undisturbed(server, 3)
 
 
+@pytest.mark.slow
 @needs_mounts
 def test_a_disk_that_becomes_read_only(tmp_path: Path, tiny: Path) -> None:
     """While the server runs, a read-only mount covers its data folder: no new file can be made, and it goes away again.

@@ -120,6 +120,7 @@ def test_a_hung_worker_does_not_keep_the_server(tmp_path: Path, tiny: Path) -> N
         _result(client, promise["request_id"])  # it is settled: what was promised does not hang
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, tiny: Path) -> None:
     with _server(tmp_path / "data", tiny, 600) as (server, client):
         model = _model(client)

@@ -63,6 +63,7 @@ def program_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
 
 
+@pytest.mark.slow
 async def test_ranks_run_in_the_interpreter_that_is_given(tmp_path: Path, full: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     spec = WorkerSpec("tiny", str(folder), str(tmp_path), device="cpu", threads=1, engine_python=str(full))
