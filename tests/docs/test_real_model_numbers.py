@@ -102,7 +102,6 @@ def test_logprobs_and_gradient(loss: str, model: Model, reference: Reference, da
     tell(f"{loss}: gradient, relative", relative(gradient, expected), 1e-4)
 
 
-@pytest.mark.slow
 def test_five_steps_of_adamw(client: Client, folder: Path, data: list[Example], reference: Reference) -> None:
     """Of 1.4 million numbers some have a gradient below the rounding of float32, and Adam with eps 1e-8 moves those by
     a whole learning rate of either sign: a share of the adapter is bounded, not its largest element."""
