@@ -7,6 +7,7 @@ Imports nothing heavy. Not responsible for building environments (`docker/engine
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -33,6 +34,17 @@ def environment_python(name: str) -> Path:
 def install_hint(name: str, setting: str) -> str:
     """What to do where an environment is missing; `setting` names an interpreter elsewhere."""
     return f"run `make engine-venv NAME={name}`, or set {setting} to an interpreter that has it"
+
+
+def require_versions(engine: str, wanted: Mapping[str, str]) -> None:
+    """Raise `Unavailable` unless this interpreter has these packages in these versions."""
+    hint = install_hint(engine, "engine_python")
+    for package, version in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            raise Unavailable(f"engine {engine!r} needs the Python package {package!r}", hint=hint)
+        found = importlib.metadata.version(package)
+        if found != version:
+            raise Unavailable(f"engine {engine!r} needs {package} {version}; its environment has {found}", hint=hint)
 
 
 def engine_interpreter(engine: str, given: str | Path | None = None) -> Path | None:

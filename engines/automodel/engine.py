@@ -8,7 +8,6 @@ imported when a model is loaded: that takes seconds.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ import torch
 
 from engines.automodel.capabilities import CAPABILITIES
 from engines.capabilities import Capabilities
-from engines.environments import install_hint
+from engines.environments import install_hint, require_versions
 from engines.fsdp.engine import FsdpEngine
 from schemas.errors import InvalidRequest, Unavailable
 
@@ -32,15 +31,8 @@ class AutomodelEngine(FsdpEngine):
     @classmethod
     def check(cls) -> None:
         """Automodel and the transformers that it pins are installed, and nothing is there that breaks its import."""
+        require_versions("automodel", TESTED)
         hint = install_hint("automodel", "engine_python")
-        for package, wanted in TESTED.items():
-            if importlib.util.find_spec(package) is None:
-                raise Unavailable(f"engine 'automodel' needs the Python package {package!r}", hint=hint)
-            found = importlib.metadata.version(package)
-            if found != wanted:
-                raise Unavailable(
-                    f"engine 'automodel' needs {package} {wanted}; its environment has {found}", hint=hint
-                )
         if torch.version.cuda is None and importlib.util.find_spec("triton") is not None:
             raise Unavailable("engine 'automodel': triton breaks the library beside a CPU build of torch", hint=hint)
         super().check()
@@ -51,8 +43,7 @@ class AutomodelEngine(FsdpEngine):
             raise InvalidRequest(
                 f"device is {device.type!r}; engine 'automodel' accepts on this machine: auto, {own}", field="device"
             )
-        if self._ranks.any(dtype == torch.float32):  # machines may differ in what `auto` means on them
-            dtype = torch.float32
+        dtype = self._agreed(dtype)
         from engines.automodel.loading import load_automodel
 
         loaded = load_automodel(self._folder, dtype, device, self._ranks)

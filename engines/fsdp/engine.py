@@ -108,10 +108,12 @@ class FsdpEngine(TorchEngine):
         torch.cuda.set_device(device)
         return device
 
+    def _agreed(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of all ranks: machines may differ in what `auto` means on them."""
+        return torch.float32 if self._ranks.any(dtype == torch.float32) else dtype
+
     def _read_model(self, dtype: torch.dtype, device: torch.device) -> Any:
-        # Machines may differ in what `auto` means on them.
-        if self._ranks.any(dtype == torch.float32):
-            dtype = torch.float32
+        dtype = self._agreed(dtype)
         sharded = load_sharded(self._folder, dtype, device, self._ranks)
         self.read_bytes = sharded.read_bytes
         return sharded.model

@@ -62,8 +62,7 @@ class MegatronEngine(FsdpEngine):
 
         from engines.megatron.model import load_model
 
-        if self._ranks.any(dtype == torch.float32):
-            dtype = torch.float32
+        dtype = self._agreed(dtype)
         self._ranks = replace(self._ranks, per_replica=self._tensor_parallel)
         if not parallel_state.model_parallel_is_initialized():
             minutes = max(1, math.ceil(self._place.timeout / 60))

@@ -47,9 +47,7 @@ class TorchTitanEngine(FsdpEngine):
     def _read_model(self, dtype: torch.dtype, device: torch.device) -> Any:
         from engines.torchtitan.loading import load_titan
 
-        # Machines may differ in what `auto` means on them.
-        if self._ranks.any(dtype == torch.float32):
-            dtype = torch.float32
+        dtype = self._agreed(dtype)
         sharded = load_titan(self._folder, dtype, device, self._ranks)
         self.read_bytes = sharded.read_bytes
         return sharded.model

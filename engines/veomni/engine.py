@@ -7,14 +7,13 @@ model is loaded: they take seconds.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from typing import Any, ClassVar
 
 import torch
 
 from engines.capabilities import Capabilities
-from engines.environments import install_hint
+from engines.environments import install_hint, require_versions
 from engines.fsdp.engine import FsdpEngine
 from engines.veomni.capabilities import CAPABILITIES
 from schemas.errors import InvalidRequest, Unavailable
@@ -31,13 +30,8 @@ class VeomniEngine(FsdpEngine):
     @classmethod
     def check(cls) -> None:
         """VeOmni, and the transformers that it was made from, are installed; nothing is there that breaks them."""
+        require_versions("veomni", TESTED)
         hint = install_hint("veomni", "engine_python")
-        for package, wanted in TESTED.items():
-            if importlib.util.find_spec(package) is None:
-                raise Unavailable(f"engine 'veomni' needs the Python package {package!r}", hint=hint)
-            found = importlib.metadata.version(package)
-            if found != wanted:
-                raise Unavailable(f"engine 'veomni' needs {package} {wanted}; its environment has {found}", hint=hint)
         if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
             raise Unavailable("engine 'veomni': torchvision does not load beside a CPU build of torch", hint=hint)
         super().check()
@@ -50,8 +44,7 @@ class VeomniEngine(FsdpEngine):
                 f"device is {device.type!r}; engine 'veomni' accepts on this machine: auto, {device_type()}",
                 field="device",
             )
-        if self._ranks.any(dtype == torch.float32):  # machines may differ in what `auto` means on them
-            dtype = torch.float32
+        dtype = self._agreed(dtype)
         loaded = load_veomni(self._folder, dtype, device, self._ranks)
         self.read_bytes = loaded.read_bytes
         return loaded.model
