@@ -61,6 +61,12 @@ class AlreadyExists(InvalidRequest):
     default_code = "already_exists"
 
 
+class OverLimit(InvalidRequest):
+    """A limit of the project or key does not allow this, now or later, unless the request or the limit is changed."""
+
+    default_code = "over_limit"
+
+
 class Unauthenticated(TinsmithError):
     """No key, or a key that is not valid (401)."""
 
@@ -91,6 +97,38 @@ class Gone(TinsmithError):
     status, category, default_code = 410, "user", "gone"
 
 
+class Cancelled(Gone):
+    """A sample that nobody wants any more was stopped, or never began (410).
+
+    Args:
+        prompt_tokens: tokens of its prompt that were read, or found in the prefix cache, until it was stopped.
+        cached_tokens: how many of those were found in the prefix cache.
+        drawn_tokens: tokens that its sequences had drawn together.
+    """
+
+    default_code = "cancelled"
+
+    def __init__(
+        self,
+        message: str = "the sample was cancelled",
+        *,
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        drawn_tokens: int = 0,
+        field: str | None = None,
+        hint: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, field=field, hint=hint, code=code)
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.drawn_tokens = drawn_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        names = ("prompt_tokens", "cached_tokens", "drawn_tokens")
+        return *super().__reduce__(), {name: getattr(self, name) for name in names}
+
+
 class ModelLost(TinsmithError):
     """The live state of a training run is gone (its worker died). It never continues silently from older weights."""
 
@@ -109,6 +147,12 @@ class UnsupportedMediaType(TinsmithError):
     status, category, default_code = 415, "user", "unsupported_media_type"
 
 
+class RangeNotSatisfiable(TinsmithError):
+    """The part of a file that is asked for lies beyond it (416)."""
+
+    status, category, default_code = 416, "user", "range_not_satisfiable"
+
+
 class Unavailable(TinsmithError):
     """The server cannot take work right now: starting, or shutting down (503)."""
 
@@ -116,10 +160,30 @@ class Unavailable(TinsmithError):
 
 
 class TooManyRequests(TinsmithError):
-    """Too much of a project waits already (429). Only for samples, and never for what will not pass: the SDK sends a
-    sample again until it is taken."""
+    """Too much of a project waits already (429). Never for what will not pass: the SDK sends a sample again until it is
+    taken, and other requests for minutes."""
 
     status, category, default_code = 429, "user", "too_many_requests"
+    retry_after: float | None = None
+    """Seconds after which it makes sense to ask again, if that is known."""
+
+
+class RateLimited(TooManyRequests):
+    """A limit of the project or key leaves no room for this yet (429)."""
+
+    default_code = "rate_limited"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        hint: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, field=field, hint=hint, code=code)
+        self.retry_after = retry_after
 
 
 class NonFiniteGradient(InvalidRequest):

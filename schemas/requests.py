@@ -5,6 +5,7 @@ from schemas.http.admin import AddBaseModelRequest
 from schemas.http.base import RequestModel
 from schemas.http.custom_losses import CreateCustomLossRequest
 from schemas.http.futures import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+from schemas.http.limits import SetLimitsRequest
 from schemas.http.models import CreateModelRequest, GetInfoRequest, LoraConfig, OptimizerConfig
 from schemas.http.sampling import (
     CreateSamplingSessionRequest,
@@ -21,7 +22,15 @@ from schemas.http.sessions import (
     SessionSearchRequest,
     SetSessionProjectRequest,
 )
+from schemas.http.tenancy import (
+    CreateKeyRequest,
+    CreateProjectRequest,
+    CreateUserRequest,
+    RotateKeyRequest,
+    SetMemberRequest,
+)
 from schemas.http.tensors import EncodedTextChunk, ModelInput, TensorData
+from schemas.http.tokenize import TokenizeRequest
 from schemas.http.training import (
     AdamOptimizerParams,
     AdamParams,
@@ -34,6 +43,7 @@ from schemas.http.training import (
 )
 from schemas.http.weights import (
     CopyWeightsRequest,
+    ImportCheckpointRequest,
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
@@ -52,9 +62,12 @@ __all__ = [
     "ClientConfigRequest",
     "CopyWeightsRequest",
     "CreateCustomLossRequest",
+    "CreateKeyRequest",
     "CreateModelRequest",
+    "CreateProjectRequest",
     "CreateSamplingSessionRequest",
     "CreateSessionRequest",
+    "CreateUserRequest",
     "Datum",
     "DimuonParams",
     "EncodedTextChunk",
@@ -63,6 +76,7 @@ __all__ = [
     "ForwardBackwardInput",
     "ForwardBackwardRequest",
     "GetInfoRequest",
+    "ImportCheckpointRequest",
     "JoinSamplingSessionRequest",
     "LoadWeightsRequest",
     "LoraConfig",
@@ -72,6 +86,7 @@ __all__ = [
     "RequestModel",
     "RetrieveFutureRequest",
     "RetrieveFuturesRequest",
+    "RotateKeyRequest",
     "SampleRequest",
     "SamplingParams",
     "SaveWeightsExternalRequest",
@@ -79,10 +94,13 @@ __all__ = [
     "SaveWeightsRequest",
     "SessionHeartbeatRequest",
     "SessionSearchRequest",
+    "SetLimitsRequest",
+    "SetMemberRequest",
     "SetSessionProjectRequest",
     "SetTtlRequest",
     "TelemetryRequest",
     "TensorData",
+    "TokenizeRequest",
     "UnloadModelRequest",
     "WeightsInfoRequest",
     "ZeroGradRequest",

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
@@ -83,7 +84,12 @@ class ArtifactStore(Protocol):
         ...
 
     async def delete(self, folder_name: str) -> None:
-        """Remove a folder that no row names; what is gone already is passed over. Raises `OSError`."""
+        """Remove a folder that never had a row, whoever holds it; what is gone already is passed over. Raises
+        `OSError`."""
+        ...
+
+    async def retire(self, folder_name: str) -> None:
+        """Remove a folder that has no row any more: now, or when the last hold of it ends. Raises `OSError`."""
         ...
 
     async def sweep_incomplete(self, keep: Collection[str], older_than: float = 0.0) -> list[str]:
@@ -119,6 +125,10 @@ class FolderArtifacts:
     def __init__(self, data_dir: Path) -> None:
         self._root = data_dir / "checkpoints"
         make_private_folder(self._root)
+        self._holds: Counter[str] = Counter()
+        self._going: set[str] = set()
+        """Folders that were retired while somebody held them."""
+        self._removals: set[asyncio.Task[None]] = set()
 
     def new_folder(self) -> tuple[str, str]:
         """A fresh checkpoint id and folder name, 128 random bits each. The writer creates the folder."""
@@ -145,8 +155,31 @@ class FolderArtifacts:
         return self.path(folder_name)
 
     def hold(self, folder_name: str) -> Callable[[], None]:
-        """Nothing to do: only `delete` takes a folder away."""
-        return keep_nothing
+        """Keep a folder from `retire` by this server until the function that this returns is called, in its loop."""
+        self._holds[folder_name] += 1
+        held = True
+
+        def release() -> None:
+            nonlocal held
+            if held:
+                held = False
+                self._holds -= Counter((folder_name,))
+                if folder_name in self._going and not self.held(folder_name):
+                    removal = asyncio.create_task(self._remove_released(folder_name))
+                    self._removals.add(removal)
+                    removal.add_done_callback(self._removals.discard)
+
+        return release
+
+    def held(self, folder_name: str) -> bool:
+        """Whether somebody needs a folder on this machine."""
+        return self._holds[folder_name] > 0
+
+    async def _remove_released(self, folder_name: str) -> None:
+        try:
+            await self.delete(folder_name)
+        except OSError:
+            _log.exception("a checkpoint folder that was deleted could not be removed")
 
     def doing(self, folder_name: str) -> str | None:
         """None: nothing here takes long."""
@@ -159,7 +192,8 @@ class FolderArtifacts:
         """Nothing to do: nothing here is waited for."""
 
     async def close(self) -> None:
-        """Nothing to do."""
+        """Wait for what is being removed."""
+        await asyncio.gather(*self._removals)
 
     async def size(self, folder_name: str) -> int:
         """The size of the regular files of a folder in bytes; links are not followed.
@@ -191,6 +225,14 @@ class FolderArtifacts:
     async def delete(self, folder_name: str) -> None:
         """Remove a folder and what a writer that died left beside it; what is gone already is passed over."""
         await asyncio.to_thread(self._delete, self.path(folder_name))
+        self._going.discard(folder_name)
+
+    async def retire(self, folder_name: str) -> None:
+        """See `ArtifactStore`. If the server dies before the folder is released, it goes at the next start."""
+        if self.held(folder_name):
+            self._going.add(folder_name)
+        else:
+            await self.delete(folder_name)
 
     def _delete(self, path: Path) -> None:
         _remove(path)

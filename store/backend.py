@@ -14,17 +14,20 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from schemas.errors import TinsmithError
-from store.connections import read_engine, write_engine
+from store.connections import lookup_engine, read_engine, write_engine
 
 
 class Backend(Protocol):
     """Connections to one database, and what its errors mean.
 
-    `writes` gives the one connection of the writer, `reads` those that cannot write and see one moment.
+    `writes` gives the one connection of the writer, `reads` those that cannot write and see one moment, `lookups` such
+    a one whose statements never wait.
     """
 
     writes: AsyncEngine
     reads: AsyncEngine
+    lookups: AsyncEngine | None
+    """None: there is none, for the database is elsewhere."""
 
     async def in_transaction(self, connection: AsyncConnection, error: Exception) -> bool:
         """Whether the transaction is still there, and of use, after an error inside a savepoint."""
@@ -61,6 +64,7 @@ class SqliteBackend:
     def __init__(self, path: Path, readers: int) -> None:
         self.writes = write_engine(path)
         self.reads = read_engine(path, readers)
+        self.lookups: AsyncEngine | None = lookup_engine(path)
 
     async def in_transaction(self, connection: AsyncConnection, error: Exception) -> bool:
         """SQLite ends the transaction by itself when the disk is full or fails; no write of it was kept then."""
@@ -89,4 +93,6 @@ class SqliteBackend:
     async def close(self) -> None:
         """Close every connection."""
         await self.reads.dispose()
+        if self.lookups is not None:
+            await self.lookups.dispose()
         await self.writes.dispose()

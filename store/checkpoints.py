@@ -42,8 +42,11 @@ async def create_checkpoint(
     overwrite: bool,
     encrypted: bool = False,
     optimizer_type: str = "adamw",
+    by: str | None = None,
 ) -> tuple[CheckpointRecord, str | None]:
     """Turn a complete folder into a checkpoint; `name` None makes it ephemeral (reachable by id only).
+
+    `by` is the id of the key that asked, for the audit log.
 
     It is not public, even if the one that it replaces was: nobody has agreed to show the new weights.
 
@@ -61,7 +64,7 @@ async def create_checkpoint(
                 field="path",
                 hint="Choose another name, or send overwrite=true.",
             )
-        await _remove(db, replaced, now, {"reason": "overwritten"})
+        await _remove(db, replaced, now, {"reason": "overwritten", "key_id": by})
     row = Checkpoint(
         checkpoint_id=checkpoint_id,
         project_id=project_id,
@@ -92,7 +95,8 @@ async def create_checkpoint(
         size_bytes=size_bytes,
         now=now,
     )
-    await _note(db, row, "checkpoint_created", now, {"size_bytes": size_bytes, "session_id": run.session_id})
+    details = {"size_bytes": size_bytes, "session_id": run.session_id, "key_id": by}
+    await _note(db, row, "checkpoint_created", now, details)
     return _record(row), None if replaced is None else replaced.folder
 
 
@@ -216,6 +220,16 @@ async def delete_checkpoint(
 async def checkpoint_folders(db: AsyncSession) -> frozenset[str]:
     """The folders of all checkpoints: what `ArtifactStore.sweep_incomplete` keeps."""
     return frozenset(await db.scalars(select(Checkpoint.folder)))
+
+
+async def sizes(db: AsyncSession) -> dict[str, tuple[int, int]]:
+    """How many checkpoints of each kind there are, of all projects, and their bytes."""
+    rows = await db.execute(
+        select(Checkpoint.kind, func.count(), func.coalesce(func.sum(Checkpoint.size_bytes), 0)).group_by(
+            Checkpoint.kind
+        )
+    )
+    return {kind: (int(number), int(size)) for kind, number, size in rows}
 
 
 async def _is_read(db: AsyncSession, checkpoint_id: str) -> bool:

@@ -19,9 +19,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from schemas.errors import InvalidRequest
+from store.direct_connections import LookupConnection, WriterConnection
 from store.files import fsync_folder, make_private_folder
 from store.migrate import migrate_to_head
-from store.writer_connection import WriterConnection
 
 _BUSY_MILLISECONDS = 10_000
 _MAX_WAL_BYTES = 64 * 1024 * 1024
@@ -84,6 +84,19 @@ def read_engine(path: Path, connections: int) -> AsyncEngine:
     """Connections that cannot write; each transaction sees one state of the database."""
     engine = create_async_engine(
         _url("sqlite+aiosqlite", path), pool_size=connections, max_overflow=0, hide_parameters=True
+    )
+    _set_up(engine.sync_engine, begin="BEGIN", pragmas=("query_only=ON",))
+    return engine
+
+
+def lookup_engine(path: Path) -> AsyncEngine:
+    """One connection that cannot write, used without a change of threads."""
+
+    async def connect() -> aiosqlite.Connection:
+        return await LookupConnection(path)
+
+    engine = create_async_engine(
+        _url("sqlite+aiosqlite", path), pool_size=1, max_overflow=0, async_creator=connect, hide_parameters=True
     )
     _set_up(engine.sync_engine, begin="BEGIN", pragmas=("query_only=ON",))
     return engine

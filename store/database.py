@@ -95,6 +95,8 @@ class Store:
         self._in_doubt = False
         """The answer to a commit was lost, and the database cannot be asked yet."""
         self._open = True
+        self.on_commit: Callable[[int, float], None] | None = None
+        """Told of each transaction: how many writes were in it, and the seconds from its beginning to the disk."""
         self._writer = asyncio.create_task(self._run(), name="store-writer")
 
     @classmethod
@@ -133,6 +135,11 @@ class Store:
     def shared(self) -> URL | None:
         """Where a database is that other servers may use too; None: this server has its database to itself."""
         return self._backend.url if isinstance(self._backend, PostgresBackend) else None
+
+    @property
+    def writes_waiting(self) -> int:
+        """How many writes no transaction has taken yet."""
+        return self._jobs.qsize() + len(self._again)
 
     @asynccontextmanager
     async def setting_up(self) -> AsyncIterator[None]:
@@ -176,12 +183,29 @@ class Store:
         if not self._open:
             raise Unavailable("the server is shutting down")
         async with self._read_slots, AsyncSession(self._reads, info=self._info) as db:
-            try:
-                return await work(db)
-            except Exception as error:
-                if self._backend.unavailable(error):
-                    raise _unavailable("read", error) from error
-                raise self._backend.refusal(error) or error from None
+            return await self._reading(work, db)
+
+    async def look_up(self, work: Work[T]) -> T:
+        """As `read`, for a few rows by their keys: every request does that, so it neither waits for a connection nor
+        changes threads where the database is a file. What may take longer than a millisecond is for `read`.
+        """
+        if self._backend.lookups is None:
+            return await self.read(work)
+        if not self._open:
+            raise Unavailable("the server is shutting down")
+        db = AsyncSession(self._backend.lookups, info=self._info)
+        try:
+            return await self._reading(work, db)
+        finally:
+            await db.close()  # not as a context: that would close it in a task, a turn of the event loop later
+
+    async def _reading(self, work: Work[T], db: AsyncSession) -> T:
+        try:
+            return await work(db)
+        except Exception as error:
+            if self._backend.unavailable(error):
+                raise _unavailable("read", error) from error
+            raise self._backend.refusal(error) or error from None
 
     async def close(self) -> None:
         """Finish the writes that were accepted, then let go of the folder. Closing again does nothing."""
@@ -221,6 +245,7 @@ class Store:
         """Run the first job and those that wait behind it in one transaction; resolve them after its commit."""
         batch: list[_Job] = []
         mark: Any = None
+        began = time.monotonic()
         try:
             async with self._writes.begin() as connection:
                 await self._fill(connection, first, batch)
@@ -241,6 +266,8 @@ class Store:
                 job.refuse(Unavailable("the server is shutting down"))
             raise
         else:
+            if self.on_commit is not None:
+                self.on_commit(len(batch), time.monotonic() - began)
             self._resolve(batch)
 
     async def _fill(self, connection: AsyncConnection, first: _Job, batch: list[_Job]) -> None:

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from schemas.roles import Role
 from store.database import Store
 from store.files import read_private, replace_private
-from store.keys import authenticate, create_key, ensure_project, list_keys, revoke_key
+from store.keys import authenticate, create_key, ensure_project, list_keys, revoke_key, set_key_role
 
 DEV_KEY_FILE = "dev_key"
 DEV_KEY_NAME = "dev"
+DEV_KEY_ROLE: Role = "admin"
 DEV_PROJECT = "default"
 
 
@@ -29,7 +31,10 @@ async def ensure_dev_key(store: Store, data_dir: Path) -> str:
     kept = await asyncio.to_thread(read_private, path)
     if kept is not None:
         plaintext = kept.decode("ascii", "replace").strip()
-        if await store.read(lambda db: authenticate(db, plaintext)) is not None:
+        known = await store.read(lambda db: authenticate(db, plaintext))
+        if known is not None:
+            if known.role != DEV_KEY_ROLE:  # made by a version that had no roles
+                await store.write(lambda db: set_key_role(db, known.key_id, DEV_KEY_ROLE, datetime.now(UTC)))
             return plaintext
     plaintext = await store.write(_renew)
     await asyncio.to_thread(replace_private, path, f"{plaintext}\n".encode("ascii"))
@@ -42,4 +47,4 @@ async def _renew(db: AsyncSession) -> str:
     for key in await list_keys(db, project_id):
         if key.name == DEV_KEY_NAME:
             await revoke_key(db, project_id, key.key_id, now)
-    return (await create_key(db, project_id, DEV_KEY_NAME, now=now))[1]
+    return (await create_key(db, project_id, DEV_KEY_NAME, role=DEV_KEY_ROLE, now=now))[1]

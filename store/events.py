@@ -18,8 +18,18 @@ from store.tables import Event
 
 EventName = Literal[
     "project_created",
+    "project_archived",
+    "user_created",
+    "user_deleted",
+    "member_added",
+    "member_changed",
+    "member_removed",
+    "project_limits_changed",
     "key_created",
+    "key_changed",
+    "key_rotated",
     "key_revoked",
+    "key_limits_changed",
     "session_created",
     "session_finished",
     "session_expired",
@@ -29,6 +39,7 @@ EventName = Literal[
     "checkpoint_published",
     "checkpoint_unpublished",
     "checkpoint_copied",
+    "checkpoint_imported",
 ]
 """`{resource}_{action}`."""
 

@@ -32,7 +32,7 @@ class FolderLock:
             os.close(self._descriptor)
             raise Unavailable(
                 f"another server (process {holder or 'unknown'}) is using this data folder",
-                hint="Stop that server, or give this one a data folder of its own.",
+                hint="stop that server, or give this one a data folder of its own",
                 code="data_folder_in_use",
             ) from None
         if shared:

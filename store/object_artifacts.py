@@ -5,7 +5,8 @@
     PREFIX/owner.json                   whose data folder may remove what its database does not name
 
 A worker writes a folder on the disk as ever. It is uploaded before its row is written, and fetched before it is read;
-copies that nobody uses give way to others. Not responsible for rows, nor for what is in the folders.
+copies that nobody uses give way to others (`store/local_copies.py`). Not responsible for rows, nor for what is in the
+folders.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import re
 import secrets
 import shutil
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -30,6 +30,7 @@ from schemas.fail_points import fail_point
 from store.artifact_place import record_place
 from store.artifacts import FolderArtifacts
 from store.files import fsync_folder, read_private, replace_private
+from store.local_copies import LocalCopies
 from store.object_storage import ObjectStorage, encode_json
 
 _log = logging.getLogger(__name__)
@@ -80,13 +81,8 @@ class ObjectArtifacts:
         self._url = url
         self._storage = storage
         self._disk = FolderArtifacts(data_dir)
-        self._cache_bytes = cache_bytes
-        self._recent = recent
         self._stray_seconds = stray_seconds
-        self._clock = clock
-        self._copies: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        """Folders that are here and in the storage: bytes, and when last used; the one used longest ago first."""
-        self._held: Counter[str] = Counter()
+        self._copies = LocalCopies(self.path, held=self._disk.held, most_bytes=cache_bytes, recent=recent, clock=clock)
         self._doing: dict[str, str] = {}
         self._fetching: dict[str, asyncio.Task[Path]] = {}
         self._doomed: set[str] = set()
@@ -113,16 +109,7 @@ class ObjectArtifacts:
 
     def hold(self, folder_name: str) -> Callable[[], None]:
         """See `ArtifactStore`."""
-        self._held[folder_name] += 1
-        held = True
-
-        def release() -> None:
-            nonlocal held
-            if held:
-                held = False
-                self._held -= Counter((folder_name,))
-
-        return release
+        return self._disk.hold(folder_name)
 
     # -- into the storage ------------------------------------------------------------------------------------------
     async def publish(self, folder_name: str) -> None:
@@ -144,7 +131,7 @@ class ObjectArtifacts:
             raise _not_written(error.strerror or "input/output error") from error
         finally:
             self._doing.pop(folder_name, None)
-        await self._keep(folder_name, size)
+        await self._copies.add(folder_name, size)
 
     async def _unless_over(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of some work, or `Unavailable` as soon as the server must end."""
@@ -196,9 +183,9 @@ class ObjectArtifacts:
         path = self.path(folder_name)
         if path.is_dir():
             if folder_name in self._copies:  # else a worker has written it, and it is not uploaded yet
-                self._use(folder_name)
+                self._copies.use(folder_name)
             return path
-        self._copies.pop(folder_name, None)  # somebody has removed the copy
+        self._copies.forget(folder_name)  # somebody has removed the copy
         task = self._fetching.get(folder_name)
         if task is None:
             task = self._fetching[folder_name] = asyncio.create_task(self._fetch(folder_name, path))
@@ -214,7 +201,7 @@ class ObjectArtifacts:
     async def _fetch(self, folder_name: str, path: Path) -> Path:
         files = await self._files(folder_name)
         total = sum(file.size for file in files)
-        await self._make_room(total)
+        await self._copies.make_room(total)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             temporary.mkdir(mode=0o700)
@@ -234,7 +221,7 @@ class ObjectArtifacts:
             ) from error
         finally:
             await asyncio.to_thread(shutil.rmtree, temporary, True)
-        await self._keep(folder_name, total)
+        await self._copies.add(folder_name, total)
         return path
 
     async def _files(self, folder_name: str) -> list[_File]:
@@ -257,42 +244,20 @@ class ObjectArtifacts:
         except NotFound:
             raise NotFound("these checkpoint files do not exist") from None
 
-    # -- copies on the disk ----------------------------------------------------------------------------------------
-    def _use(self, folder_name: str) -> None:
-        size, _ = self._copies.pop(folder_name)
-        self._copies[folder_name] = (size, self._clock())
-
-    async def _keep(self, folder_name: str, size: int) -> None:
-        self._copies[folder_name] = (size, self._clock())
-        await self._make_room(0)
-
-    async def _make_room(self, wanted: int) -> None:
-        """Remove copies, the longest unused first, until `wanted` more bytes fit, as far as nobody needs them."""
-        total, before = sum(size for size, _ in self._copies.values()) + wanted, self._clock() - self._recent
-        gone = []
-        for name, (size, used) in list(self._copies.items()):
-            if total <= self._cache_bytes:
-                break
-            if self._held[name] > 0 or used > before:
-                continue
-            path = self.path(name)
-            aside = path.with_name(f".{name}.{secrets.token_hex(8)}.tmp")
-            del self._copies[name]
-            total -= size
-            try:
-                path.rename(aside)  # at once: whoever looks next finds it whole or not at all
-            except OSError as error:
-                _log.warning("a copy of a checkpoint cannot be removed (%s)", error.strerror)
-                continue
-            gone.append(aside)
-        for aside in gone:
-            await asyncio.to_thread(shutil.rmtree, aside, True)
-
     # -- removal ---------------------------------------------------------------------------------------------------
     async def delete(self, folder_name: str) -> None:
         """Remove a folder: here at once, and from the storage as soon as it takes it. See `ArtifactStore`."""
-        self._copies.pop(folder_name, None)
+        self._copies.forget(folder_name)
         await self._disk.delete(folder_name)
+        self._remove_stored(folder_name)
+
+    async def retire(self, folder_name: str) -> None:
+        """The same, but here when it is released. See `ArtifactStore`."""
+        self._copies.forget(folder_name)
+        await self._disk.retire(folder_name)
+        self._remove_stored(folder_name)
+
+    def _remove_stored(self, folder_name: str) -> None:
         if self._owner:
             self._doomed.add(folder_name)
             if self._removal is None or self._removal.done():
@@ -339,9 +304,7 @@ class ObjectArtifacts:
             if name not in complete:
                 _log.info("uploading checkpoint folder %s", name)
                 await self.publish(name)
-        now = self._clock() - self._recent
-        self._copies = OrderedDict((name, (size, now)) for name, size in here.items())
-        await self._make_room(0)
+        await self._copies.found(here)
         if self._owner:
             cut_off = {name for name in stored - set(keep) if any(name in path for path in swept)}
             others = [name for name in stored - set(keep) - cut_off if _FOLDER_NAME.fullmatch(name)]
@@ -393,6 +356,7 @@ class ObjectArtifacts:
         for task in (self._removal, *self._fetching.values()):
             if task is not None:
                 task.cancel()
+        await self._disk.close()
         self._storage.close()
 
 

@@ -21,9 +21,11 @@ from sqlalchemy.sql.dml import ReturningUpdate
 from schemas.errors import SeqIdConflict, TinsmithError
 from store.error_codec import error_from_json, error_to_json
 from store.holding import held_alone, in_turn, may_meet_others
+from store.limit_counters import settled
 from store.records import Body, BodyRef, NewOperation, OperationRecord, OperationState
 from store.snapshots import needed_for_replay
 from store.tables import Operation
+from store.usage import TokenKind
 
 _REFUSED = "refused"
 _AT_ONCE = 500
@@ -126,8 +128,9 @@ async def finish(
     now: datetime,
     *,
     started_at: datetime | None = None,
+    tokens: Mapping[TokenKind, int] | None = None,
 ) -> bool:
-    """Keep the result of a pending operation, which began to run at `started_at`.
+    """Keep the result of a pending operation, which began to run at `started_at` and used `tokens`.
 
     Returns:
         False if the operation is not pending (any more): the first outcome stands, and where `result` is a file the
@@ -140,17 +143,29 @@ async def finish(
         "content_type": content_type,
         "started_at": started_at,
     }
-    return await _settle(db, request_id, "done", now, outcome)
+    return await _settle(db, request_id, "done", now, outcome, tokens or {})
 
 
 async def fail(
-    db: AsyncSession, request_id: str, error: TinsmithError, now: datetime, *, started_at: datetime | None = None
+    db: AsyncSession,
+    request_id: str,
+    error: TinsmithError,
+    now: datetime,
+    *,
+    started_at: datetime | None = None,
+    tokens: Mapping[TokenKind, int] | None = None,
 ) -> bool:
     """Keep the failure of a pending operation (`started_at` None: it never ran).
 
-    Returns False if the operation is not pending (any more).
+    Args:
+        tokens: what it used, of a sample that was cancelled; None = it failed, which uses nothing.
+
+    Returns:
+        False if the operation is not pending (any more).
     """
-    return await _settle(db, request_id, "failed", now, {"error": error_to_json(error), "started_at": started_at})
+    return await _settle(
+        db, request_id, "failed", now, {"error": error_to_json(error), "started_at": started_at}, tokens
+    )
 
 
 async def mark_delivered(db: AsyncSession, delivered: Mapping[str, datetime]) -> None:
@@ -235,7 +250,12 @@ async def body_names(db: AsyncSession) -> frozenset[str]:
 
 
 async def _settle(
-    db: AsyncSession, request_id: str, state: OperationState, now: datetime, outcome: dict[str, Any]
+    db: AsyncSession,
+    request_id: str,
+    state: OperationState,
+    now: datetime,
+    outcome: dict[str, Any],
+    tokens: Mapping[TokenKind, int] | None = None,
 ) -> bool:
     pending = (Operation.request_id == request_id, Operation.state == "pending")
     if may_meet_others(db):
@@ -245,12 +265,14 @@ async def _settle(
     new = {f"new_{name}": value for name, value in (outcome | {"state": state, "finished_at": now}).items()}
     await db.flush()
     change = _settling(frozenset(outcome) | {"state", "finished_at"})
-    settled = await (await db.connection()).execute(change, {"settled_id": request_id, **new})
-    return settled.scalar_one_or_none() is not None
+    row = (await (await db.connection()).execute(change, {"settled_id": request_id, **new})).one_or_none()
+    if row is not None and row.limited is not None:
+        await settled(db, row.limited, tokens, whole=state == "done")
+    return row is not None
 
 
 @cache
-def _settling(columns: frozenset[str]) -> ReturningUpdate[tuple[str]]:
+def _settling(columns: frozenset[str]) -> ReturningUpdate[tuple[str, Any]]:
     """The change that settles a pending operation and gives it the next place of its scope.
 
     Every operation runs it. It is kept, since to build it takes longer than to run it: `finish` took 10.5 ms of CPU
@@ -265,7 +287,7 @@ def _settling(columns: frozenset[str]) -> ReturningUpdate[tuple[str]]:
         .where(operations.c.request_id == bindparam("settled_id"), operations.c.state == "pending")
         .values(**values, settled_seq=last.scalar_subquery() + 1, deaths=0)
     )
-    return change.returning(operations.c.request_id)
+    return change.returning(operations.c.request_id, operations.c.limited)
 
 
 def _split(body: Body) -> tuple[bytes | None, dict[str, Any] | None]:
@@ -295,4 +317,5 @@ def _record(row: Operation) -> OperationRecord:
         delivered_at=row.delivered_at,
         checkpoint_id=row.checkpoint_id,
         deaths=row.deaths,
+        limited=row.limited,
     )

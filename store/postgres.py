@@ -118,6 +118,8 @@ async def starting(url: URL, *, migrate: bool) -> AsyncIterator[None]:
 class PostgresBackend:
     """A database that other servers may write to. `readers`: connections for reading."""
 
+    lookups: AsyncEngine | None = None
+
     def __init__(self, url: URL, readers: int) -> None:
         self.url = url
         self.writes = _engine(url, 1, isolation_level="READ COMMITTED")

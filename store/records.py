@@ -26,6 +26,26 @@ class ProjectRecord:
     project_id: str
     name: str
     created_at: datetime
+    archived_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UserRecord:
+    """A person who holds keys."""
+
+    user_id: str
+    name: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """What a user is in a project."""
+
+    user: UserRecord
+    project_id: str
+    role: str
+    since: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,13 @@ class KeyRecord:
     last_used_at: datetime | None
     expires_at: datetime | None
     revoked_at: datetime | None
+    role: str
+    """What it may be used for: its own role, or that of its user in the project if that is less."""
+    scopes: tuple[str, ...] | None = None
+    """Permissions that it is narrowed to; None = all of its role."""
+    user_id: str | None = None
+    replaced_by: str | None = None
+    """The key (id) that took its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +222,8 @@ class OperationRecord:
     checkpoint_id: str | None = None
     deaths: int = 0
     """How often a server was killed while it executed this."""
+    limited: Mapping[str, Any] | None = None
+    """What was counted for it against limits, and until when it is held back; None: there are no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +307,56 @@ class TimelineRecord:
     started_at: datetime | None
     finished_at: datetime | None
     delivered_at: datetime | None
+
+
+MetricKind = Literal["forward_backward", "optim_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRecord:
+    """What one settled operation of a run measured.
+
+    `loss` is a sum; `weight` is what to divide it by for a mean per token that counts. `gap` (mean distance of the
+    trainer's logprob from the sampler's) and `kl` are over the same positions. `waited` is seconds from acceptance to
+    start, `seconds` from there to the result. `steps`: optimizer steps that the row stands for (0 for a batch).
+    """
+
+    seq_id: int
+    kind: MetricKind
+    at: datetime
+    waited: float
+    seconds: float
+    tokens: int = 0
+    steps: int = 0
+    loss: float | None = None
+    weight: float = 0.0
+    gap: float | None = None
+    kl: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRecord:
+    """An operation without an outcome, without its body."""
+
+    request_id: str
+    kind: str
+    scope: str
+    seq_id: int | None
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """An operation that failed, and what its client was told."""
+
+    request_id: str
+    kind: str
+    scope: str
+    seq_id: int | None
+    error: TinsmithError
+    finished_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, cast
@@ -40,8 +40,9 @@ async def create_run(
     user_metadata: Mapping[str, Any],
     optimizer_type: str | None,
     now: datetime,
+    key_id: str | None = None,
 ) -> RunRecord:
-    """Add a run in state `creating`.
+    """Add a run in state `creating`, made with the key `key_id`.
 
     Raises:
         SeqIdConflict: the session has a run with this `model_seq_id`. (A repeated request is recognised by the
@@ -62,6 +63,7 @@ async def create_run(
         state="creating",
         created_at=now,
         last_request_at=now,
+        key_id=key_id,
     )
     db.add(row)
     await db.flush()
@@ -110,6 +112,20 @@ async def runs_of_session(db: AsyncSession, session_id: str) -> list[RunRecord]:
     """All runs of a session in order of their creation. The caller has checked whose session it is."""
     rows = await db.scalars(select(Run).where(Run.session_id == session_id).order_by(Run.model_seq_id))
     return [_record(row) for row in rows]
+
+
+async def key_of_run(db: AsyncSession, model_id: str) -> str | None:
+    """The key that a run was made with, if that is known."""
+    row = await db.get(Run, model_id)
+    return None if row is None else row.key_id
+
+
+async def count_live(db: AsyncSession, project_id: str, keys: Collection[str] | None) -> int:
+    """How many runs of a project, or of them those made with these keys, take work."""
+    wanted = [Run.state.in_(LIVE), Run.project_id == project_id]
+    if keys is not None:
+        wanted.append(Run.key_id.in_(list(keys)))
+    return await db.scalar(select(func.count()).select_from(Run).where(*wanted)) or 0
 
 
 async def live_runs(db: AsyncSession) -> list[RunRecord]:

@@ -11,10 +11,14 @@ from sqlalchemy import ColumnElement, Select, String, and_, false, func, or_, se
 from sqlalchemy import cast as cast_to
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from schemas.errors import SeqIdConflict
 from store.events import add_event
 from store.holding import held, held_alone
 from store.records import SessionRecord, SessionState, SessionSummaryRecord
 from store.tables import Checkpoint, Run, Session
+
+SEARCHED = 1000
+"""How many sessions of a search by pairs are looked at together: anybody can make many that only seem to match."""
 
 
 async def create_session(
@@ -33,12 +37,22 @@ async def create_session(
     """Add a session; the same idempotency key in the same project gives the session that it made before.
 
     `by` is the id of the key that asked for it, for the audit log.
+
+    Raises:
+        SeqIdConflict: the idempotency key was used for another session.
     """
     if idempotency_key is not None:
         known = await db.scalar(
             select(Session).where(Session.project_id == project_id, Session.idempotency_key == idempotency_key)
         )
         if known is not None:
+            given = (list(tags), dict(user_metadata), sdk_version, display_name)
+            if (known.tags, known.user_metadata, known.sdk_version, known.display_name) != given:
+                raise SeqIdConflict(
+                    "this X-Idempotency-Key was used before with another request",
+                    field="X-Idempotency-Key",
+                    hint="Send the same request to get its session again, or use another key for a new one.",
+                )
             return _record(known)
     row = Session(
         session_id=session_id,
@@ -111,10 +125,11 @@ async def search_sessions(
     if statuses is not None:
         wanted.append(or_(false(), *(_has_status(state, reason) for state, reason in statuses)))
     rows: list[Session] = []
+    size = max(limit, SEARCHED) if pairs else limit
     while len(rows) < limit:
-        page = await _page(db, wanted, after, limit)
+        page = await _page(db, wanted, after, size)
         rows += [row for row in page if pairs.items() <= _texts(row.user_metadata).items()]
-        if len(page) < limit:
+        if len(page) < size:
             break
         after = (page[-1].created_at, page[-1].session_id)
     rows = rows[:limit]

@@ -5,62 +5,16 @@ Rows never leave `store`: each module turns its own into records. Not responsibl
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    DateTime,
-    Dialect,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    UniqueConstraint,
-)
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy import ForeignKey, Index, Integer, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
 
-NAMING = {
-    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
-    "pk": "pk_%(table_name)s",
-}
+from store.table_base import Base
 
-
-class UtcDateTime(TypeDecorator[datetime]):
-    """An aware datetime, kept as UTC. A naive one is refused: it would silently mean the server's own zone."""
-
-    impl = DateTime
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError("a time without a zone cannot be stored")
-        return value.astimezone(UTC).replace(tzinfo=None)
-
-    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        return None if value is None else value.replace(tzinfo=UTC)
-
-
-class Base(DeclarativeBase):
-    """Declares how Python types are kept; constraints have names, so that migrations can speak of them."""
-
-    metadata = MetaData(naming_convention=NAMING)
-    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads it from the class
-        datetime: UtcDateTime,
-        dict[str, Any]: JSON(none_as_null=True),
-        list[str]: JSON(none_as_null=True),
-        str: String,
-        bytes: LargeBinary,
-        int: BigInteger,
-    }
+metadata = Base.metadata
+"""Of all tables."""
 
 
 class Project(Base):
@@ -69,13 +23,44 @@ class Project(Base):
     project_id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[datetime]
+    archived_at: Mapped[datetime | None]
+    """Since when none of its keys lets anybody in."""
+
+
+class User(Base):
+    """A person who holds keys."""
+
+    __tablename__ = "users"
+
+    user_id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    created_at: Mapped[datetime]
+    deleted_at: Mapped[datetime | None]
+    """The row stays: keys and audit lines name it."""
+
+
+class Membership(Base):
+    """What a user is in a project: the most that the user's keys there may do."""
+
+    __tablename__ = "memberships"
+
+    user_id: Mapped[str] = mapped_column(ForeignKey("users.user_id"), primary_key=True)
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"), primary_key=True, index=True)
+    role: Mapped[str]
+    created_at: Mapped[datetime]
 
 
 class ApiKey(Base):
+    """What lets in. Without `user_id` it is a program's; with `replaced_by` another one has taken its place."""
+
     __tablename__ = "api_keys"
 
     key_id: Mapped[str] = mapped_column(primary_key=True)
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"), index=True)
+    user_id: Mapped[str | None] = mapped_column(ForeignKey("users.user_id"), index=True)
+    role: Mapped[str]
+    scopes: Mapped[list[str] | None]
+    replaced_by: Mapped[str | None]
     name: Mapped[str]
     prefix: Mapped[str] = mapped_column(index=True)
     digest: Mapped[bytes]
@@ -126,6 +111,7 @@ class Run(Base):
     state: Mapped[str]
     created_at: Mapped[datetime]
     last_request_at: Mapped[datetime]
+    key_id: Mapped[str | None]
 
 
 class Sampler(Base):
@@ -219,7 +205,8 @@ class Operation(Base):
     """A body is either inline (`*_inline`) or a reference to a file (`*_ref`); both NULL once expired. `settled_seq`
     numbers the outcomes of a scope in the order in which they became durable. `checkpoint_id` is what a sample reads:
     it stays as long as such a sample is pending. `deaths` is how often a server was killed while it executed the
-    operation, in a row as long as that is pending. `edge_id`: of several servers, the one that runs a sample."""
+    operation, in a row as long as that is pending. `edge_id`: of several servers, the one that runs a sample.
+    `limited`: what was counted for it against limits (`store/limit_counters.py`); NULL where there are none."""
 
     __tablename__ = "operations"
     __table_args__ = (
@@ -249,6 +236,7 @@ class Operation(Base):
     body_inline: Mapped[bytes | None]
     result_inline: Mapped[bytes | None]
     deaths: Mapped[int] = mapped_column(default=0, server_default="0")
+    limited: Mapped[dict[str, Any] | None]
 
 
 class Snapshot(Base):
@@ -264,6 +252,29 @@ class Snapshot(Base):
     size_bytes: Mapped[int]
     sha256: Mapped[str]
     created_at: Mapped[datetime]
+
+
+class RunMetric(Base):
+    """What one settled operation of a run measured. Sums add up over rows (`loss` over `weight` is a mean); `steps` is
+    how many optimizer steps the row of a step stands for, once rows of a long run were merged. `gap` and `kl` are means
+    over `weight`. A number that is not finite, or was not measured, is NULL."""
+
+    __tablename__ = "run_metrics"
+
+    model_id: Mapped[str] = mapped_column(ForeignKey("runs.model_id"), primary_key=True)
+    seq_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    kind: Mapped[str]
+    at: Mapped[datetime]
+    waited: Mapped[float]
+    seconds: Mapped[float]
+    tokens: Mapped[int]
+    steps: Mapped[int]
+    loss: Mapped[float | None]
+    weight: Mapped[float]
+    gap: Mapped[float | None]
+    kl: Mapped[float | None]
+    grad_norm: Mapped[float | None]
+    learning_rate: Mapped[float | None]
 
 
 class Edge(Base):
@@ -326,3 +337,39 @@ class StoredCheckpoint(Base):
     size_bytes: Mapped[int]
     created_at: Mapped[datetime]
     deleted_at: Mapped[datetime | None]
+
+
+class Limit(Base):
+    """A limit of a subject (`project:ID` or `key:ID`). `value` NULL: expressly none."""
+
+    __tablename__ = "limits"
+
+    subject: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[float | None]
+    set_at: Mapped[datetime]
+
+
+class LimitCounter(Base):
+    """What a subject has used of its limits. `*_level` is what was in a token bucket at the time `*_at` (seconds of the
+    epoch), negative if more was promised than was there; NULL is a full one. `operations` are those that may run and
+    are not finished, `held` those that wait for one of them to end. `*_reserved` is what unfinished operations may take
+    from a budget, `*_used` what finished ones took. `sequence_tokens`: what a sampled sequence drew lately, on
+    average."""
+
+    __tablename__ = "limit_counters"
+
+    subject: Mapped[str] = mapped_column(primary_key=True)
+    requests_level: Mapped[float | None]
+    requests_at: Mapped[float | None]
+    training_level: Mapped[float | None]
+    training_at: Mapped[float | None]
+    sampling_level: Mapped[float | None]
+    sampling_at: Mapped[float | None]
+    sequence_tokens: Mapped[float | None]
+    operations: Mapped[int] = mapped_column(default=0, server_default="0")
+    held: Mapped[int] = mapped_column(default=0, server_default="0")
+    training_used: Mapped[int] = mapped_column(default=0, server_default="0")
+    training_reserved: Mapped[int] = mapped_column(default=0, server_default="0")
+    sampling_used: Mapped[int] = mapped_column(default=0, server_default="0")
+    sampling_reserved: Mapped[int] = mapped_column(default=0, server_default="0")

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from store.holding import may_meet_others
 from store.records import StorageRecord, TokenUsageRecord
-from store.tables import Checkpoint, Session, StoredCheckpoint, TokenUsage
+from store.tables import Checkpoint, Run, Session, StoredCheckpoint, TokenUsage
 
 TokenKind = Literal["training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample"]
 
@@ -124,6 +124,14 @@ async def current_storage(db: AsyncSession, project_id: str) -> tuple[int, int]:
     sizes = (func.count(), func.coalesce(func.sum(Checkpoint.size_bytes), 0))
     row = (await db.execute(select(*sizes).where(Checkpoint.project_id == project_id))).one()
     return int(row[0]), int(row[1])
+
+
+async def stored_bytes(db: AsyncSession, project_id: str, keys: Collection[str] | None) -> int:
+    """Bytes of all checkpoints of a project, or of those of runs that were made with these keys."""
+    wanted = [Checkpoint.project_id == project_id]
+    if keys is not None:
+        wanted.append(Checkpoint.model_id.in_(select(Run.model_id).where(Run.key_id.in_(list(keys)))))
+    return int(await db.scalar(select(func.coalesce(func.sum(Checkpoint.size_bytes), 0)).where(*wanted)) or 0)
 
 
 async def metadata_of_sessions(

@@ -46,3 +46,6 @@ class ApiKeyResponse(ResponseModel):
     name: str = Field(description="Name of the key.")
     note: str = Field(description="The first characters of the key, to tell keys apart.")
     details: ApiKeyDetails = Field(description="Whom the key belongs to.")
+    project_id: str = Field(description="The project that it lets into.")
+    role: str = Field(description="What it is in the project.")
+    permissions: list[str] = Field(description="What this request's key, or token, may do.")

@@ -8,6 +8,7 @@ state can tell (does this model exist?).
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import (
@@ -122,15 +123,40 @@ Name = Annotated[
 ]
 """The name of a checkpoint."""
 
-TinkerPath = Annotated[str, StringConstraints(max_length=512), AfterValidator(_check_path)]
+TinkerPath = Annotated[
+    str,
+    StringConstraints(max_length=512),
+    AfterValidator(_check_path),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "maxLength": 512,
+            "pattern": r"^tinker://[!-.0-~]{1,256}/(weights|sampler_weights|external_weights)/"
+            r"(?!\.{1,2}$)[A-Za-z0-9._][A-Za-z0-9._-]{0,127}$",
+        }
+    ),
+]
 """A checkpoint path, checked for its form only."""
 
-Label = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+_ONE_LINE = r"^[^\x00-\x1f\x7f]+$"
+_STORABLE = r"^[^\x00]*$"
+Label = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=_ONE_LINE)]
 """A short text for people, on one line: no control characters (they forge log lines and terminal output)."""
 
-MetadataValue = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00]*$")]
-UserMetadata = Annotated[dict[Label, MetadataValue], Field(max_length=64)]
-"""Up to 64 pairs of text."""
+MetadataValue = Annotated[str, StringConstraints(max_length=4096, pattern=_STORABLE)]
+UserMetadata = Annotated[
+    dict[Label, MetadataValue],
+    Field(max_length=64),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": 64,
+            "propertyNames": {"minLength": 1, "maxLength": 256, "pattern": _ONE_LINE},
+            "additionalProperties": {"type": "string", "maxLength": 4096, "pattern": _STORABLE},
+        }
+    ),
+]
+"""Up to 64 pairs of text. Described by hand: as `patternProperties`, names that do not fit would be left open."""
 
 SeqId = Annotated[int, Field(ge=1, le=MAX_INT64)]
 """Order of a training request within its model, from 1."""
@@ -149,8 +175,15 @@ def _check_time(value: object) -> object:
     return value
 
 
-Rfc3339 = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_check_time)]
-"""A time as text: no bare number, no date without time, no time without zone."""
+def _to_utc(value: datetime) -> datetime:
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        raise ValueError(f"{value.isoformat()!r} is not within the years 1 to 9999 of UTC") from None
+
+
+Rfc3339 = Annotated[AwareDatetime, Field(strict=False), BeforeValidator(_check_time), AfterValidator(_to_utc)]
+"""A time as text, read as UTC: no bare number, no date without time, no time without zone."""
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 

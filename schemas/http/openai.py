@@ -14,7 +14,6 @@ from schemas.http.base import MAX_INT32, Items, Label, RequestModel, ResponseMod
 from schemas.http.sampling import MIN_TEMPERATURE, StopString
 
 MAX_CHOICES = 128
-MAX_PROMPTS = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 10_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationInfo, field_validator, model_validator
 
 from schemas.http.base import (
     MAX_INT32,
@@ -25,7 +25,12 @@ MAX_TOP = 1024
 MIN_TEMPERATURE = 1e-5
 """The smallest temperature above 0: below it float32 logits overflow when divided. 0 itself is greedy."""
 
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKENS = 1024
+MAX_STOP_LENGTH = 1024
+"""Characters of one stop string."""
+
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 class CreateSamplingSessionRequest(RequestModel):
@@ -84,14 +89,36 @@ class SamplingParams(RequestModel):
     )
     seed: int | None = Field(None, ge=0, description="Any size; sample i uses a stream of its own, drawn from both.")
     stop: (
-        Annotated[Items[StopString], Field(max_length=64)]
-        | Annotated[Items[TokenId], Field(max_length=1024)]
+        Annotated[Items[StopString], Field(max_length=MAX_STOP_STRINGS)]
+        | Annotated[Items[TokenId], Field(max_length=MAX_STOP_TOKENS)]
         | StopString
         | None
     ) = Field(None, description="Strings or token ids that end a sample; absent = end of sequence, [] = nothing does.")
     temperature: float = Field(1.0, ge=0, le=1000, description="0 = greedy, else 0.00001 to 1000.")
     top_k: int = Field(-1, ge=-1, le=MAX_INT32, description="Draw from the k likeliest; -1 or 0 = from all.")
     top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens that together have this mass.")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_form(cls, value: object) -> object:
+        """Says in one sentence what is wrong; the union would say it once for each of its forms."""
+        items = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(items, list):
+            raise ValueError("must be a string, a list of strings or a list of token ids")
+        texts = [item for item in items if isinstance(item, str)]
+        if texts and len(texts) < len(items):
+            raise ValueError("holds strings and other values; accepted are strings alone or token ids alone")
+        most = MAX_STOP_STRINGS if texts else MAX_STOP_TOKENS
+        if len(items) > most:
+            raise ValueError(f"holds {len(items)} {'strings' if texts else 'token ids'}; at most {most} are accepted")
+        if not all(0 < len(text) <= MAX_STOP_LENGTH for text in texts):
+            raise ValueError(f"a stop string has 1 to {MAX_STOP_LENGTH} characters")
+        for item in () if texts else items:
+            if not isinstance(item, int) or isinstance(item, bool):
+                raise ValueError(f"holds a value of type {type(item).__name__}; accepted are strings or token ids")
+            if not 0 <= item <= MAX_INT32:
+                raise ValueError(f"holds {item}; a token id is 0 to {MAX_INT32}")
+        return value
 
     @field_validator("temperature")
     @classmethod
@@ -131,6 +158,19 @@ class SampleRequest(RequestModel):
     )
     type: Literal["sample"] = "sample"
 
+    @field_validator("prompt_logprobs_last_n")
+    @classmethod
+    def _last_n_fits(cls, value: int | None, earlier: ValidationInfo) -> int | None:
+        fields = earlier.data
+        if value is None or not {"prompt", "prompt_logprobs", "topk_prompt_logprobs"} <= fields.keys():
+            return value
+        if not (fields["prompt_logprobs"] or fields["topk_prompt_logprobs"]):
+            raise ValueError("it needs prompt_logprobs: true")
+        length = sum(len(chunk.tokens) for chunk in fields["prompt"].chunks)
+        if value >= length:
+            raise ValueError(f"{value} is too many: a prompt of {length} tokens has {length - 1} that can be scored")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _no_model_in_a_sample(cls, value: Any) -> Any:
@@ -142,19 +182,6 @@ class SampleRequest(RequestModel):
                         "and give the sampling_session_id that it returns"
                     )
         return value
-
-    @model_validator(mode="after")
-    def _last_n_fits(self) -> SampleRequest:
-        if self.prompt_logprobs_last_n is not None:
-            length = sum(len(chunk.tokens) for chunk in self.prompt.chunks)
-            if not (self.prompt_logprobs or self.topk_prompt_logprobs):
-                raise ValueError("prompt_logprobs_last_n needs prompt_logprobs: true")
-            if self.prompt_logprobs_last_n >= length:
-                raise ValueError(
-                    f"prompt_logprobs_last_n is {self.prompt_logprobs_last_n}, but a prompt of {length} tokens "
-                    f"has {length - 1} that can be scored"
-                )
-        return self
 
 
 class TopAlternatives(ResponseModel):

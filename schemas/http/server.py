@@ -69,6 +69,7 @@ class ServerCapabilitiesResponse(ResponseModel):
 
     supported_models: list[SupportedModel] = Field(description="Every base model that this server was started with.")
     engine: EngineCapabilities = Field(description="What computes them. Not in the hosted service's answer.")
+    server_version: str = Field(description="Version of this server. Not in the hosted service's answer.")
     notes: list[str] = Field(description="Where this server, for good reasons, is not the hosted service.")
 
 

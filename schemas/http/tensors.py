@@ -53,7 +53,9 @@ class ModelInput(RequestModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return _or_list(handler(schema), handler, {"type": "array", "items": {"type": "integer", "minimum": 0}})
+        return _or_list(
+            handler(schema), handler, {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+        )
 
 
 class TensorData(RequestModel):

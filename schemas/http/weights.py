@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -21,6 +21,7 @@ from schemas.http.base import (
     UserMetadata,
 )
 from schemas.http.models import OptimizerConfig, OptimizerConfigResult
+from schemas.http.run_metrics import RunMetricsSummary, RunStateName
 
 _TTL_TEXT = "Deleted after so many seconds, 3600 to ten years; absent = kept."
 
@@ -187,6 +188,47 @@ class CopyWeightsResponse(ResponseModel):
     tinker_path: str = Field(description="The copy: it has the kind and the name of its source.")
 
 
+class CheckpointFile(ResponseModel):
+    """A file of a checkpoint that may leave the server."""
+
+    name: str = Field(description="Its name, as PEFT calls it; `.age` behind it if it is encrypted.")
+    url: str = Field(description="An address that works without a key until it expires, with ranges and an ETag.")
+    size_bytes: int = Field(description="Its size.")
+    sha256: str | None = Field(None, description="SHA-256 of its content, in hex; absent for encrypted files.")
+
+
+class CheckpointFilesResponse(ResponseModel):
+    """Result of `.../files`."""
+
+    files: list[CheckpointFile] = Field(description="The adapter in PEFT format.")
+    expires: datetime = Field(description="When the addresses end; ask again for new ones.")
+
+
+class ImportCheckpointRequest(RequestModel):
+    """Fields of `checkpoints/import`, beside the file `adapter_model`. In the form, `adapter_config`, `ttl_seconds` and
+    `user_metadata` are JSON, the others plain text."""
+
+    name: Name = Field(description="Name of the checkpoint.")
+    adapter_config: dict[str, Any] = Field(description="The content of adapter_config.json.")
+    base_model: Label | None = Field(
+        None, description="The served base model that the adapter is for; absent: the one that adapter_config names."
+    )
+    ttl_seconds: TtlSeconds | None = Field(None, description=_TTL_TEXT)
+    user_metadata: UserMetadata | None = Field(None, description="Free pairs of text.")
+
+
+class ImportCheckpointResponse(ResponseModel):
+    """Result of `checkpoints/import`."""
+
+    tinker_path: str = Field(description="The checkpoint, to be loaded without optimizer state, or sampled.")
+    base_model: str = Field(description="The base model.")
+    size_bytes: int = Field(description="Size of its files.")
+    lora_rank: int = Field(description="Rank of the adapter.")
+    train_attn: bool = Field(description="Whether the attention is adapted.")
+    train_mlp: bool = Field(description="Whether the MLPs are adapted.")
+    train_unembed: bool = Field(description="Whether the output head is adapted.")
+
+
 class UnloadModelRequest(RequestModel):
     """Body of `unload_model`: free the live weights of a model once everything asked of it before is done."""
 
@@ -267,6 +309,11 @@ class TrainingRun(ResponseModel):
     corrupted: bool = Field(False, description="Whether its live weights were lost.")
     lora_rank: int | None = Field(None, description="Rank of the adapter.")
     last_request_time: datetime = Field(description="When it was last asked for something.")
+    created_time: datetime = Field(description="When it was created. Not in the hosted service's answer, as `state`.")
+    state: RunStateName = Field(
+        description="`ready` takes work; `lost`: its live weights are gone; `closed`: unloaded, or its session ended."
+    )
+    metrics: RunMetricsSummary | None = Field(None, description="With include_metrics: what it measured, in short.")
     last_checkpoint: Checkpoint | None = Field(None, description="Its newest training checkpoint.")
     last_sampler_checkpoint: Checkpoint | None = Field(None, description="Its newest sampler checkpoint.")
     user_metadata: dict[str, str] | None = Field(None, description="As given at creation.")

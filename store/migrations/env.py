@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from alembic import context
 
-from store.tables import Base
+from store.tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],
-    target_metadata=Base.metadata,
+    target_metadata=metadata,
     transactional_ddl=True,
     render_as_batch=True,
 )

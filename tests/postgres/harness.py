@@ -26,7 +26,7 @@ LEASE = 3.0
 class Server:
     """A `tinsmith serve` of its own port on the shared database and folder."""
 
-    def __init__(self, folder: Path, base: Path, database_url: str, number: int) -> None:
+    def __init__(self, folder: Path, base: Path, database_url: str, number: int, *options: str) -> None:
         self.data_dir = folder / "data"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -35,6 +35,7 @@ class Server:
             *(str(TINSMITH), "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)),
             *("--base-model", f"{MODEL}={base}", "--threads", "1", "--shutdown-grace", "2", "--edge-lease", str(LEASE)),
             *("--snapshot-operations", "5", "--snapshot-share", "1"),
+            *options,
         ]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -159,8 +160,8 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, base: Path, database_url: str, count: int = 2) -> Iterator[Cluster]:
-    """Servers that are ready; all are stopped at the end."""
+def cluster(folder: Path, base: Path, database_url: str, *options: str, count: int = 2) -> Iterator[Cluster]:
+    """Servers that are ready, with these options besides; all are stopped at the end."""
     (folder / "data").mkdir(parents=True)
     servers: list[Server] = []
     proxy: Proxy | None = None
@@ -169,7 +170,7 @@ def cluster(folder: Path, base: Path, database_url: str, count: int = 2) -> Iter
         return _rows(database_url, query, values)
 
     try:
-        servers = [Server(folder, base, database_url, number) for number in range(count)]
+        servers = [Server(folder, base, database_url, number, *options) for number in range(count)]
         for server in servers:
             server.wait_until_ready()
         proxy = Proxy(servers)

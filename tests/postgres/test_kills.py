@@ -19,6 +19,7 @@ import tinker
 from tests.fault.harness import CLIENT_SECONDS, MODEL, train
 from tests.postgres.harness import LEASE, Cluster, cluster
 from tests.support.postgres import Postgres
+from tests.support.processes import freeze
 
 pytestmark = pytest.mark.exhaustive
 STEPS = 8
@@ -92,7 +93,7 @@ def test_a_server_that_slept_through_its_lease_stops_and_nothing_is_done_twice(s
         def sleep(step: int) -> None:
             if step != STEPS // 2:
                 return
-            first.process.send_signal(signal.SIGSTOP)
+            freeze(first.process.pid)
             deadline = time.monotonic() + 90
             while servers.holder(model_id)[1] == fence:
                 assert time.monotonic() < deadline, second.log.read_text()[-4000:]

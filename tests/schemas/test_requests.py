@@ -288,15 +288,39 @@ def test_seed_of_any_size_and_top_k_off() -> None:
         ({"sampling_params": {"top_p": 2}}, "top_p"),
         ({"sampling_params": {"top_k": -2}}, "top_k"),
         ({"sampling_params": {"seed": -1}}, "seed"),
-        ({"sampling_params": {"stop": ["a", 1]}}, "stop"),
-        ({"sampling_params": {"stop": [""]}}, "stop"),
-        ({"sampling_params": {"stop": ["x"] * 10_000}}, "stop"),
+        ({"sampling_params": {"stop": ["a", 1]}}, "strings alone or token ids alone"),
+        ({"sampling_params": {"stop": [""]}}, "1 to 1024 characters"),
+        ({"sampling_params": {"stop": ""}}, "1 to 1024 characters"),
+        ({"sampling_params": {"stop": [5, -1]}}, "holds -1; a token id is 0 to"),
+        ({"sampling_params": {"stop": [5, 1.5]}}, "type float"),
+        ({"sampling_params": {"stop": [True]}}, "type bool"),
+        ({"sampling_params": {"stop": {"a": 1}}}, "a string, a list of strings"),
+        ({"sampling_params": {"stop": "x" * 1025}}, "1 to 1024 characters"),
+        ({"sampling_params": {"stop": ["x"] * 65}}, "holds 65 strings; at most 64"),
+        ({"sampling_params": {"stop": [5] * 1025}}, "holds 1025 token ids; at most 1024"),
         ({"sampling_params": {"n": 1}}, "n"),
     ],
 )
 def test_wrong_samples_are_refused(body: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         _sample(**body)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"sampling_params": {"stop": ""}}, ("sampling_params", "stop")),
+        ({"sampling_params": {"stop": [""]}}, ("sampling_params", "stop")),
+        ({"sampling_params": {"stop": [-1]}}, ("sampling_params", "stop")),
+        ({"sampling_params": {"stop": ["x"] * 10_000}}, ("sampling_params", "stop")),
+        ({"prompt_logprobs_last_n": 1}, ("prompt_logprobs_last_n",)),
+        ({"prompt_logprobs_last_n": 10, "prompt_logprobs": True}, ("prompt_logprobs_last_n",)),
+    ],
+)
+def test_what_is_wrong_is_said_once_and_with_its_field(body: dict[str, Any], place: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        _sample(**body)
+    assert [problem["loc"] for problem in caught.value.errors()] == [place]
 
 
 @pytest.mark.parametrize("name", r.__all__)

@@ -14,7 +14,7 @@ import pytest
 
 from store.database import Store
 from store.keys import ensure_project
-from store.tables import Base
+from store.tables import metadata
 from tests.store.factories import NOW, Make
 from tests.support.object_server import CREDENTIALS, ObjectServer, object_server
 from tests.support.postgres import Postgres, binaries
@@ -68,7 +68,7 @@ async def database_url(backend: str, request: pytest.FixtureRequest, tmp_path: P
     yield server.url(DATABASE)
     connection = await server.connect(DATABASE)
     try:
-        tables = ", ".join(table.name for table in Base.metadata.sorted_tables)
+        tables = ", ".join(table.name for table in metadata.sorted_tables)
         await connection.execute(f"TRUNCATE {tables} RESTART IDENTITY")
     finally:
         await connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -133,3 +134,34 @@ async def test_a_copy_outlives_its_source(data_dir: Path, monkeypatch: pytest.Mo
     with pytest.raises(NotFound):
         await artifacts.copy(source, artifacts.new_folder()[1])
     assert [path.name for path in (data_dir / "checkpoints").iterdir()] == [target]
+
+
+async def test_what_is_held_is_there_until_the_last_hold_ends_though_it_was_deleted(artifacts: ArtifactStore) -> None:
+    _, name = artifacts.new_folder()
+    folder = artifacts.path(name)
+    _fill(folder, weights=b"x" * 1000)
+    await artifacts.publish(name)
+    first, second = artifacts.hold(name), artifacts.hold(name)
+    await artifacts.retire(name)
+    first()
+    first()
+    await asyncio.sleep(0)
+    assert (folder / "weights").stat().st_size == 1000
+    second()
+    await artifacts.close()
+    assert not folder.exists()
+
+
+async def test_what_an_attempt_left_goes_though_its_writer_holds_it_and_the_next_attempt_stays(
+    artifacts: ArtifactStore,
+) -> None:
+    _, name = artifacts.new_folder()
+    folder = artifacts.path(name)
+    release = artifacts.hold(name)
+    for content in (b"x", b"y"):
+        await artifacts.delete(name)
+        _fill(folder, weights=content)
+    await artifacts.publish(name)
+    release()
+    await artifacts.close()
+    assert (folder / "weights").read_bytes() == b"y"

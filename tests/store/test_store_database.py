@@ -118,7 +118,7 @@ async def test_readers_do_not_wait_for_the_writer_and_see_what_is_committed(stor
 
     writing = asyncio.create_task(store.write(slow))
     await inside.wait()
-    reads = [asyncio.wait_for(store.read(_names), 5) for _ in range(20)]
+    reads = [asyncio.wait_for(store.read(_names), 20) for _ in range(20)]
     assert await asyncio.gather(*reads) == [set()] * 20
     release.set()
     await writing
@@ -131,12 +131,46 @@ async def test_a_read_cannot_write(store: Store) -> None:
     assert await store.read(_names) == set()
 
 
+async def test_looking_up_sees_what_is_committed_and_cannot_write(store: Store) -> None:
+    assert await store.look_up(_names) == set()
+    await store.write(lambda db: ensure_project(db, "one"))
+    assert await store.look_up(_names) == {"one"}
+    with pytest.raises(Unavailable):
+        await store.look_up(lambda db: ensure_project(db, "sneaky"))
+    with pytest.raises(ZeroDivisionError):
+        await store.look_up(lambda db: 1 // 0)  # type: ignore[arg-type,return-value]
+    assert await store.look_up(_names) == {"one"}
+    await store.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await store.look_up(_names)
+
+
+@only_sqlite
+async def test_looking_up_waits_for_no_connection_and_no_thread(store: Store) -> None:
+    reading, release = asyncio.Event(), asyncio.Event()
+
+    async def long(db: AsyncSession) -> None:
+        await _names(db)
+        reading.set()
+        await release.wait()
+
+    await store.look_up(_names)  # the first one opens the connection
+    readers = [asyncio.create_task(store.read(long)) for _ in range(3 * Store.READERS)]
+    await reading.wait()
+    looking = store.look_up(_names)
+    with pytest.raises(StopIteration) as found:  # it never gives the event loop back
+        looking.send(None)
+    assert found.value.value == set()
+    release.set()
+    await asyncio.gather(*readers)
+
+
 async def test_write_inside_a_write_is_refused_instead_of_hanging(store: Store) -> None:
     async def nested(db: AsyncSession) -> None:
         await store.write(lambda db: ensure_project(db, "inner"))
 
     with pytest.raises(RuntimeError, match="inside a write"):
-        await asyncio.wait_for(store.write(nested), 5)
+        await asyncio.wait_for(store.write(nested), 20)
 
 
 async def test_cancelled_callers_and_cancelled_work_do_not_stop_the_writer(store: Store) -> None:

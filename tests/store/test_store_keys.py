@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
+import secrets
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from schemas.errors import NotFound
-from store import keys
 from store.database import Store
 from store.dev_key import ensure_dev_key
 from store.keys import (
@@ -67,13 +68,13 @@ async def test_unknown_prefix_costs_the_same_comparison(
 ) -> None:
     _, plaintext = await store.write(lambda db: create_key(db, project, "k"))
     compared: list[tuple[int, int]] = []
-    real = keys.hmac.compare_digest
+    real = hmac.compare_digest
 
     def spy(a: bytes, b: bytes) -> bool:
         compared.append((len(a), len(b)))
         return real(a, b)
 
-    monkeypatch.setattr(keys.hmac, "compare_digest", spy)
+    monkeypatch.setattr(hmac, "compare_digest", spy)
     for attempt in (plaintext, plaintext[:-1] + "_", "tml-" + "A" * 43, "nonsense"):
         await store.read(lambda db, k=attempt: authenticate(db, k))
     assert compared == [(32, 32)] * 4
@@ -81,7 +82,7 @@ async def test_unknown_prefix_costs_the_same_comparison(
 
 async def test_two_keys_with_the_same_prefix(store: Store, project: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tails = iter(["AAAAAAAA" + "x" * 35, "AAAAAAAA" + "y" * 35])
-    monkeypatch.setattr(keys.secrets, "token_urlsafe", lambda size: next(tails))
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda size: next(tails))
     made = [await store.write(lambda db: create_key(db, project, "k")) for _ in range(2)]
     for key_id, plaintext in made:
         record = await store.read(lambda db, k=plaintext: authenticate(db, k))

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, inspect
 from schemas.errors import Unavailable
 from store.connections import prepare_database
 from store.database import Store
-from store.tables import Base
+from store.tables import metadata
 
 
 def test_head_equals_the_tables(tmp_path: Path) -> None:
@@ -25,9 +25,9 @@ def test_head_equals_the_tables(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{path}")
     with engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
-        assert compare_metadata(context, Base.metadata) == []
+        assert compare_metadata(context, metadata) == []
         found = inspect(connection)
-        for table in Base.metadata.sorted_tables:
+        for table in metadata.sorted_tables:
             primary = found.get_pk_constraint(table.name)["constrained_columns"]
             assert primary == [column.name for column in table.primary_key.columns]
             nullable = {column["name"]: column["nullable"] for column in found.get_columns(table.name)}

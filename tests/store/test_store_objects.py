@@ -82,7 +82,9 @@ async def test_session_is_made_once_per_idempotency_key_and_project(
     store: Store, project: str, other_project: str
 ) -> None:
     first = await _session(store, project, "s1", idempotency_key="k")
-    assert await _session(store, project, "s2", idempotency_key="k", display_name="other") == first
+    assert await _session(store, project, "s2", idempotency_key="k") == first
+    with pytest.raises(SeqIdConflict, match="used before"):
+        await _session(store, project, "s2", idempotency_key="k", display_name="other")
     assert (await _session(store, other_project, "s3", idempotency_key="k")).session_id == "s3"
     assert (await _session(store, project, "s4")).session_id == "s4"
     assert (await _session(store, project, "s5")).session_id == "s5"

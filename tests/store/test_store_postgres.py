@@ -118,7 +118,7 @@ async def test_writes_that_lock_each_other_out_all_succeed(
             await db.execute(change.values(model_seq_id=Run.model_seq_id + 10))
             inside[mine].set()
             if number == mine:
-                await asyncio.wait_for(inside[1 - mine].wait(), 5)
+                await asyncio.wait_for(inside[1 - mine].wait(), 20)
 
     await asyncio.gather(store.write(lambda db: both(db, 0)), other.write(lambda db: both(db, 1)))
     found = await store.read(lambda db: runs.runs_of_session(db, "s"))
@@ -164,7 +164,7 @@ async def test_other_writes_go_on_while_one_waits_for_another_server(store: Stor
     await inside.wait()
     free = store.write(lambda db: ensure_project(db, "free"))
     waiting = asyncio.create_task(store.write(lambda db: sessions.expire_session(db, "s", NOW)))
-    await asyncio.wait_for(free, 5)
+    await asyncio.wait_for(free, 20)
     await asyncio.sleep(0.3)
     assert not waiting.done()
     release.set()

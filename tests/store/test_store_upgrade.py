@@ -96,6 +96,10 @@ async def test_a_folder_of_every_known_version_opens_with_its_rows(data_dir: Pat
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         for table, rows in before.items():
             assert len(connection.execute(f"SELECT * FROM {table}").fetchall()) == len(rows), table
+        if revision < "0005":  # keys had no roles, and could do what an owner can
+            assert connection.execute("SELECT role, scopes, user_id FROM api_keys").fetchall() == [
+                ("owner", None, None)
+            ]
 
 
 def test_the_versions_are_one_line_that_only_grows() -> None:
