@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from engines.capabilities import Capabilities
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import NotFound, TinsmithError
 from schemas.operations import (
     AdapterStep,
-    BaseModelInfo,
     DatumRange,
     LoraSpec,
     OptimizerType,

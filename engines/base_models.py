@@ -61,13 +61,18 @@ def prepare(name: str, source: str | None, data_dir: Path) -> Path:
         check_folder(folder, name)
         return folder.resolve()
     match = _HUB_ID.fullmatch(wanted)
-    if match is None:
+    if match is None:  # `has_form` is asked where a caller can still be told so
         raise Unavailable(
             f"base model {name!r} has a source that is neither an existing folder nor a hub id of the form org/name",
             hint="give the path of a folder with config.json and *.safetensors, or org/name, or org/name@revision",
             code="base_model_unavailable",
         )
     return _from_hub(name, match["repo"], match["revision"])
+
+
+def has_form(source: str) -> bool:
+    """Whether a source can be one at all: an existing folder, or text of the form of a hub id."""
+    return Path(source).expanduser().is_dir() or _HUB_ID.fullmatch(source) is not None
 
 
 def check_folder(folder: Path, name: str) -> None:

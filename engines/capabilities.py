@@ -1,7 +1,7 @@
 """What an engine can do, declared beside its class, so that what it cannot is refused before any work.
 
 Imports nothing heavy: the settings, the edge and the documentation read it without the engine's library. Not
-responsible for what a base model can take (`schemas.operations.BaseModelInfo`).
+responsible for what a base model can take (`schemas.base_model_info.BaseModelInfo`).
 """
 
 from __future__ import annotations

@@ -18,6 +18,15 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 MANIFEST_FILE = "tinsmith.json"
 
 
+def checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 (hex) of each file that the manifest of an adapter folder names; empty if it cannot be read."""
+    try:
+        sums = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["sha256"]
+        return {str(name): str(value) for name, value in dict(sums).items()}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
 def folder_problems(folder: Path, only: Collection[str] | None = None) -> list[str]:
     """What is wrong with an adapter folder: every file that its manifest names must be there with its checksum.
 

@@ -31,6 +31,7 @@ from engines.checkpoint_files import (
     sha256_of,
 )
 from engines.lora import AdapterWeights
+from engines.peft_config import written_config
 from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest
 from schemas.operations import LORA_ALPHA, LoraSpec, OptimizerType
 
@@ -104,7 +105,8 @@ def write_adapter(
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.mkdir(parents=True)
-        _write_json(temporary / CONFIG_FILE, _peft_config(spec, weights, base_model, all_linears))
+        config = written_config(base_model, spec.rank, _target_modules(weights.pairs, all_linears))
+        _write_json(temporary / CONFIG_FILE, config)
         for name, content in files.items():
             _write_tensors(temporary / name, content)
         manifest = {
@@ -175,27 +177,6 @@ def _named(weights: AdapterWeights) -> dict[str, Tensor]:
         named[f"{_PREFIX}{module}.lora_A.weight"] = down
         named[f"{_PREFIX}{module}.lora_B.weight"] = up
     return named
-
-
-def _peft_config(
-    spec: LoraSpec, weights: AdapterWeights, base_model: str, all_linears: Iterable[str]
-) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "inference_mode": True,
-        "r": spec.rank,
-        "lora_alpha": LORA_ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-        "target_modules": _target_modules(weights.pairs, all_linears),
-    }
 
 
 def _target_modules(adapted: Iterable[str], all_linears: Iterable[str]) -> list[str]:

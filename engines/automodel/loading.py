@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
@@ -20,8 +19,9 @@ from transformers import AutoConfig, PreTrainedModel
 from engines.automodel.no_gpu import before_import, cpu_instead
 from engines.fsdp.group import Ranks
 from engines.fsdp.loading import Files, ShardedModel, compared, stored_names
-from engines.lora import linear_families
-from schemas.errors import TinsmithError, Unavailable
+from engines.loading_errors import reading_base_model
+from engines.lora_targets import linear_families
+from schemas.errors import Unavailable
 
 before_import()
 
@@ -43,19 +43,11 @@ def load_automodel(folder: Path, dtype: torch.dtype, device: torch.device, ranks
 
     Raises `Unavailable`; details go to the log only. `read_bytes` are those that this rank has compared.
     """
-    try:
+    with reading_base_model():
         files = Files.of(folder, _ENGINE)
         model = _built(folder, dtype, ranks)
         names = stored_names(model, files)
         read = sum(compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
-    except TinsmithError:
-        raise
-    except CheckpointException as error:  # no `Exception`, and it would end the process
-        _log.exception("loading the base model failed")
-        raise Unavailable(_not_found(str(error)), hint="use engine 'torch', or save it with save_pretrained") from None
-    except (OSError, ValueError, TypeError, KeyError, ImportError, AttributeError, RuntimeError, SafetensorError) as e:
-        _log.exception("loading the base model failed")
-        raise Unavailable(f"the base model could not be loaded ({type(e).__name__}); see the server's log") from None
     model.eval().requires_grad_(False)
     _sum_not_mean(model)
     _through_the_root(model)
@@ -87,17 +79,21 @@ def _built(folder: Path, dtype: torch.dtype, ranks: Ranks) -> Any:
     if not get_is_hf_model(config, False):
         # Rotary angles fused by Transformer Engine count positions from the start of a row; packs begin anew in it.
         options["backend"] = BackendConfig(attn="sdpa", linear="torch", rope_fusion=False)
-    with cpu_instead():
-        model = NeMoAutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=dtype,
-            attn_implementation="sdpa",
-            use_liger_kernel=False,
-            use_sdpa_patching=False,
-            distributed_setup=setup,
-            freeze_config={"freeze_modules": [{"glob": "*"}]},
-            **options,
-        )
+    try:
+        with cpu_instead():
+            model = NeMoAutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_liger_kernel=False,
+                use_sdpa_patching=False,
+                distributed_setup=setup,
+                freeze_config={"freeze_modules": [{"glob": "*"}]},
+                **options,
+            )
+    except CheckpointException as error:  # no `Exception`, and it would end the process
+        _log.exception("loading the base model failed")
+        raise Unavailable(_not_found(str(error)), hint="use engine 'torch', or save it with save_pretrained") from None
     if not isinstance(model, PreTrainedModel) or model.base_model is model:
         raise Unavailable(f"{type(model).__name__} of Automodel has no body and head as others have", hint=_ELSEWHERE)
     return model

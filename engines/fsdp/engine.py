@@ -30,12 +30,11 @@ from engines.torch_engine.memory import estimate_memory
 from engines.torch_engine.open_operations import OpenOperations
 from engines.torch_engine.operations import OpenOperation
 from engines.torch_engine.training_pass import TrainingPass
+from schemas.base_model_info import BaseModelInfo, MemoryEstimate
 from schemas.errors import EngineFailure, InvalidRequest, TinsmithError, Unavailable
 from schemas.operations import (
     AdapterStep,
-    BaseModelInfo,
     LoraSpec,
-    MemoryEstimate,
     OptimizerType,
     PassStats,
     SavedAdapter,
@@ -65,7 +64,6 @@ class FsdpEngine(TorchEngine):
             )
         super().__init__(model_folder, **options)
         self._ranks = Ranks(0, 1)
-        self._share_tokens = 0
         self.read_bytes = 0
         """Of the base model's files, by this rank."""
 
@@ -123,7 +121,6 @@ class FsdpEngine(TorchEngine):
         run, info = assembly.run, assembly.info
         packed, exact = (bool(each) for each in self._ranks.least([run.packs, info.batch_invariant]))
         run.packs = packed
-        self._share_tokens = info.micro_batch_tokens
         info = replace(
             info,
             packed=packed,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,9 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from engines.fsdp.group import Ranks
+from engines.loading_errors import reading_base_model
 from engines.torch_engine.checkpointing import decoder_layers
 from engines.torch_engine.precision import convert
-from schemas.errors import TinsmithError, Unavailable
+from schemas.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, ranks: 
 
     Raises `Unavailable`; details go to the log only.
     """
-    try:
+    with reading_base_model():
         files = Files.of(folder)
         model = _blueprint(folder)
         names = stored_names(model, files)
@@ -59,13 +60,6 @@ def load_sharded(folder: Path, dtype: torch.dtype, device: torch.device, ranks: 
         _shard(model, device, ranks)
         read = sum(_fill(parameter, files, names[name], ranks) for name, parameter in model.named_parameters())
         read += _fill_buffers(model, files)
-    except TinsmithError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        _log.exception("loading the base model failed")
-        raise Unavailable(
-            f"the base model could not be loaded ({type(error).__name__}); see the server's log"
-        ) from None
     _log.info("rank %d of %d has read %.1f MB of the base model", ranks.rank, ranks.size, read / 1e6)
     return ShardedModel(model, read)
 

@@ -22,7 +22,8 @@ from schemas.errors import EngineFailure
 class Place(nn.Linear):
     """A linear of the Hugging Face model, as the part of a fused one that it is: shapes and a name, no product.
 
-    `lora.attach` finds it by its path, and puts its own layer there; `AdaptedLinear` looks the adapters up in that.
+    `lora_targets.attach` finds it by its path, and puts its own layer there; `AdaptedLinear` looks the adapters up in
+    that.
     """
 
     def __init__(self, fused: nn.Module, place: Slice) -> None:
@@ -51,7 +52,7 @@ class Place(nn.Linear):
 class AdaptedLinear(nn.Module):
     """In place of a fused linear: its output, and the adapters' on top; float32 out, whatever the base weight is.
 
-    Runs once adapters are attached (`lora.attach`).
+    Runs once adapters are attached (`lora_targets.attach`).
 
     Args:
         fused: megatron's layer, [s, b, in] -> ([s, b, out], bias or None).

@@ -6,26 +6,23 @@ under their Hugging Face paths (`model.layers.0.self_attn.q_proj`). The output h
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from engines.fsdp.loading import Files
+from engines.loading_errors import reading_base_model
 from engines.megatron.adapted import AdaptedLinear, Place
 from engines.megatron.families import Shape, Slice, family_of, transformer_settings
 from engines.megatron.weights import Reader, fill_decoder
-from schemas.errors import TinsmithError, Unavailable
-
-_log = logging.getLogger(__name__)
+from schemas.errors import Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +131,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, group: An
 
     Raises `Unavailable`, naming what is not known here; details of other failures go to the log only.
     """
-    try:
+    with reading_base_model():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         family, shape = family_of(config), Shape.of(config, group.size(), group.rank())
         reader = Reader(Files.of(folder, "megatron"))
@@ -148,13 +145,6 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, group: An
         if (folder / GENERATION_CONFIG_NAME).exists():
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         model = MegatronForCausalLM(Body(gpt, layers), head, config, generation)
-    except TinsmithError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        _log.exception("loading the base model failed")
-        raise Unavailable(
-            f"the base model could not be loaded ({type(error).__name__}); see the server's log"
-        ) from None
     return model.eval().requires_grad_(False).to(device), reader.read_bytes
 
 

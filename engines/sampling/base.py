@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from schemas.errors import TinsmithError
+from schemas.errors import Cancelled, TinsmithError
 from schemas.operations import (
     Sample,
     SampleDelta,
@@ -47,8 +47,11 @@ class SamplingEngine(ABC):
         """Take a request in; it waits inside until there is room. Raises `InvalidRequest` if it can never run."""
 
     @abstractmethod
-    def cancel(self, request_id: str) -> None:
-        """Forget a request and free its rows before the next step; unknown or ended ids are fine."""
+    def cancel(self, request_id: str) -> Cancelled | None:
+        """Forget a request and free its rows before the next step.
+
+        Returns what it took until now: all zeros if it had not begun, None if it is unknown or has ended.
+        """
 
     @abstractmethod
     def step(self) -> SampleStep:
@@ -67,10 +70,15 @@ class SamplingEngine(ABC):
         """What was done since the last call."""
 
     def turn(self, turn: SampleTurn) -> SampleTurnResult:
-        """Forget, take in, then step until the turn's tokens or seconds are used up (at least one step)."""
+        """Forget, take in, then step until the turn's tokens or seconds are used up (at least one step).
+
+        What is forgotten ends with `Cancelled`, unless it is taken in again.
+        """
         result = SampleStep()
         for request_id in turn.cancelled:
-            self.cancel(request_id)
+            stopped = self.cancel(request_id)
+            if stopped is not None and request_id not in turn.added:
+                result.ended[request_id] = stopped
         for request_id, sample in turn.added.items():
             try:
                 self.add(request_id, sample)

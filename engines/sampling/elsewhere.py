@@ -17,7 +17,7 @@ class Elsewhere(SamplingEngine):
         """Rank 0 has it."""
 
     def cancel(self, request_id: str) -> None:
-        """Rank 0 forgets it."""
+        """Rank 0 forgets it, and says what it took."""
 
     def step(self) -> SampleStep:
         """Nothing ends here."""

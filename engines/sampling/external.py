@@ -25,8 +25,9 @@ from engines.peft_format import read_adapter
 from engines.sampling.foreign import ForeignRow, ForeignSampler, PromptNews, RowNews
 from engines.sampling.prompt_scores import empty_topk
 from engines.sampling.sampling_rules import LogprobKind
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, InvalidRequest, TinsmithError, Unavailable
-from schemas.operations import BaseModelInfo, Sample
+from schemas.operations import Sample
 
 _log = logging.getLogger(__name__)
 
@@ -148,9 +149,15 @@ class ExternalSampler(ForeignSampler):
         self._loop.call_soon_threadsafe(self._cancel, tuple(keys))
 
     def _advance(self) -> Sequence[RowNews]:
+        try:
+            first = self._news.get(timeout=_PAUSE)
+        except queue.Empty:
+            return ()
+        return first, *self._arrived()
+
+    def _arrived(self) -> Sequence[RowNews]:
         news: list[RowNews] = []
         try:
-            news.append(self._news.get(timeout=_PAUSE))
             while True:
                 news.append(self._news.get_nowait())
         except queue.Empty:

@@ -13,7 +13,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,8 +24,9 @@ from engines.sampling.prompt_scores import empty_topk
 from engines.sampling.requests import Plan, Row
 from engines.sampling.sampling_rules import LogprobKind, stream
 from engines.sampling.stops import stop_rule
-from schemas.errors import EngineFailure, InvalidRequest, TinsmithError
-from schemas.operations import BaseModelInfo, Float32, Sample, SampleDelta, SampleResult, SamplerLoad, SampleStats, TopK
+from schemas.base_model_info import BaseModelInfo
+from schemas.errors import Cancelled, EngineFailure, InvalidRequest, TinsmithError
+from schemas.operations import Float32, Sample, SampleDelta, SampleResult, SamplerLoad, SampleStats, TopK
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ class _Running:
     prompt: PromptNews | None = None
     cached: int = 0
     begun: bool = False
+    """News has come."""
+    reading: bool = False
+    """The other program had room for it."""
     open: set[str] = field(default_factory=set)
     """Keys of rows that still draw, or whose prompt scores have not come."""
 
@@ -129,6 +133,8 @@ class ForeignSampler(SamplingEngine):
         self._entropy = entropy or (lambda: secrets.randbits(256))
         self._running: dict[str, _Running] = {}
         self._owner: dict[str, _Running] = {}
+        self._early: list[RowNews] = []
+        """News that came before the step that it is for."""
         self._stats = SampleStats()
         self._keys = 0
 
@@ -144,6 +150,10 @@ class ForeignSampler(SamplingEngine):
     @abstractmethod
     def _advance(self) -> Sequence[RowNews]:
         """News of the rows, after at most one token for each; may be empty. Raises if the other program is lost."""
+
+    def _arrived(self) -> Sequence[RowNews]:
+        """News that is here already, without a step; none of a program that moves in steps only."""
+        return ()
 
     @property
     def _max_tokens(self) -> int:
@@ -168,38 +178,67 @@ class ForeignSampler(SamplingEngine):
         self._running[request_id] = running
         self._owner |= dict.fromkeys(running.rows, running)
 
-    def cancel(self, request_id: str) -> None:
-        """See `SamplingEngine.cancel`."""
-        running = self._running.pop(request_id, None)
-        if running is not None:
-            self._forget(running)
+    def cancel(self, request_id: str) -> Cancelled | None:
+        """See `SamplingEngine.cancel`.
+
+        How far the other program is with a prompt cannot be seen: it counts as read from the first step that had room
+        for all of the request's rows, or when news comes.
+        """
+        running = self._running.get(request_id)
+        if running is None:
+            return None
+        self._early += self._arrived()
+        for item in self._early:
+            if self._owner.get(item.key) is running:
+                self._read(running, item, SampleStep())
+        self._running.pop(request_id, None)
+        self._forget(running)
+        return Cancelled(
+            prompt_tokens=running.plan.length if running.begun or running.reading else 0,
+            cached_tokens=running.cached,
+            drawn_tokens=sum(len(row.tokens) for row in running.rows.values()),
+        )
 
     def step(self) -> SampleStep:
         """See `SamplingEngine.step`. Raises if the other program is lost; all requests are forgotten then."""
         started, step = time.monotonic(), SampleStep()
+        self._note_reading()
         try:
-            news = self._advance() if self._running else ()
+            news = [*self._early, *(self._advance() if self._running else ())]
         except TinsmithError:
             self._running.clear()  # whoever hands samples over may hand them over again
             self._owner.clear()
             raise
-        drawn = cached = prompt = 0
+        finally:
+            self._early = []
         for item in news:
             running = self._owner.get(item.key)
-            if running is None:
-                continue  # cancelled, or stopped, while its news was on the way
-            if not running.begun and (item.tokens or item.prompt):
-                running.begun, running.cached = True, item.cached_tokens
-                prompt, cached = prompt + running.plan.length, cached + item.cached_tokens
-            drawn += self._take(running, item, step)
-        self._stats = SampleStats(
-            self._stats.prompt_tokens + prompt,
-            self._stats.cached_tokens + cached,
-            self._stats.drawn_tokens + drawn,
-            self._stats.steps + 1,
-            self._stats.seconds + time.monotonic() - started,
-        )
+            if running is not None:  # else cancelled, or stopped, while its news was on the way
+                self._read(running, item, step)
+        seconds = self._stats.seconds + time.monotonic() - started
+        self._stats = replace(self._stats, steps=self._stats.steps + 1, seconds=seconds)
         return step
+
+    def _read(self, running: _Running, item: RowNews, step: SampleStep) -> None:
+        prompt = 0
+        if not running.begun and (item.tokens or item.prompt):
+            running.begun, running.cached, prompt = True, item.cached_tokens, running.plan.length
+        drawn, stats = self._take(running, item, step), self._stats
+        self._stats = replace(
+            stats,
+            prompt_tokens=stats.prompt_tokens + prompt,
+            cached_tokens=stats.cached_tokens + (running.cached if prompt else 0),
+            drawn_tokens=stats.drawn_tokens + drawn,
+        )
+
+    def _note_reading(self) -> None:
+        """Note whose rows fit into what the other program draws at once; it takes them in order."""
+        rows = 0
+        for running in self._running.values():
+            rows += len(running.open)
+            if rows > self._max_rows and rows > len(running.open):
+                break
+            running.reading = True
 
     @property
     def load(self) -> SamplerLoad:

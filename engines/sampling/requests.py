@@ -16,6 +16,7 @@ from engines.sampling.holders import AnyHolder
 from engines.sampling.prompt_scores import PromptScores
 from engines.sampling.sampling_rules import DrawRule, stream
 from engines.sampling.stops import StopRule
+from schemas.errors import Cancelled
 from schemas.operations import Sample, SampleDelta, SampledSequence, SampleResult, TopK
 
 
@@ -127,6 +128,14 @@ class Running:
         if kept and len(kept) < len(self.alive):
             self.holder.select(kept)
         self.alive = [self.alive[place] for place in kept]
+
+    def cancelled(self) -> Cancelled:
+        """What the request has taken until now, by the same count as that of a finished one."""
+        return Cancelled(
+            prompt_tokens=self.position,
+            cached_tokens=self.cached,
+            drawn_tokens=sum(len(row.tokens) for row in self.rows),
+        )
 
     def result(self) -> SampleResult:
         """The finished request."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engines.lora import AdapterWeights, check_fits
+from engines.lora import AdapterWeights
+from engines.lora_targets import check_fits
 from engines.peft_format import read_adapter
 
 

@@ -36,7 +36,7 @@ from engines.sampling.sampling_rules import LogprobKind
 from engines.sampling.saved_adapters import load_for_sampling
 from engines.sampling.stops import stop_rule
 from engines.torch_engine.memory_errors import is_out_of_memory
-from schemas.errors import EngineFailure, InvalidRequest, OutOfMemory, TinsmithError
+from schemas.errors import Cancelled, EngineFailure, InvalidRequest, OutOfMemory, TinsmithError
 from schemas.operations import Sample, SamplerLoad, SampleStats
 
 _log = logging.getLogger(__name__)
@@ -155,14 +155,20 @@ class TorchSampler(SamplingEngine):
             self._adapters.ask(sample.adapter_folder)
         self._waiting.append((request_id, plan))
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> Cancelled | None:
         """See `SamplingEngine.cancel`."""
+        running = self._running.get(request_id)
+        if running is not None:
+            self._leave(request_id)
+            return running.cancelled()
+        if all(name != request_id for name, _ in self._waiting):
+            return None
         asked = {plan.request.adapter_folder for name, plan in self._waiting if name == request_id}
         self._waiting = deque(entry for entry in self._waiting if entry[0] != request_id)
         for folder in asked - {plan.request.adapter_folder for _, plan in self._waiting}:
             if folder is not None:
                 self._adapters.forget(folder)
-        self._leave(request_id)
+        return Cancelled()
 
     def _plan(self, request: Sample) -> Plan:
         check_sample(request, self._facts.vocab_size)

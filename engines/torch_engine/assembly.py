@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.lora import FAMILIES, AdapterWeights, LoraLinear, Router, attach, available_families, init_adapter
+from engines.lora import AdapterWeights, LoraLinear, Router
+from engines.lora_targets import FAMILIES, attach, available_families, init_adapter
 from engines.torch_engine.attention import can_pack
 from engines.torch_engine.head import OutputHead
 from engines.torch_engine.invariance import LEAST_ROWS, choose_rows, filling_for, judge
@@ -21,7 +22,8 @@ from engines.torch_engine.loading import check_head, describe, freeze
 from engines.torch_engine.meter import Meter, product_parameters
 from engines.torch_engine.precision import weights_dtype
 from engines.torch_engine.training_pass import TrainingPass
-from schemas.operations import BaseModelInfo, LoraSpec
+from schemas.base_model_info import BaseModelInfo
+from schemas.operations import LoraSpec
 
 _log = logging.getLogger(__name__)
 

@@ -21,16 +21,8 @@ from torch import nn
 from engines.base import BaseEngine
 from engines.capabilities import Capabilities
 from engines.lockstep import Lockstep
-from engines.lora import (
-    AdapterWeights,
-    Router,
-    check_fits,
-    expected_shapes,
-    init_adapter,
-    linear_families,
-    resolve_targets,
-)
-from engines.peft_format import read_adapter, write_adapter
+from engines.lora import AdapterWeights, Router
+from engines.lora_targets import expected_shapes, init_adapter
 from engines.ranks import Place
 from engines.torch_engine.adapter import AdapterState, Gradient, state_bytes, step_many
 from engines.torch_engine.adapter_pool import AdapterPool
@@ -50,16 +42,16 @@ from engines.torch_engine.meter import Meter
 from engines.torch_engine.open_operations import OpenOperations
 from engines.torch_engine.operations import OpenOperation
 from engines.torch_engine.precision import convert, resolve_dtype
+from engines.torch_engine.saved_state import read_saved, write_saved
 from engines.torch_engine.snapshots import captured, read_snapshot, write_snapshot
 from engines.torch_engine.training_pass import TrainingPass
 from engines.torch_engine.validation import check_batch
+from schemas.base_model_info import BaseModelInfo, MemoryEstimate
 from schemas.errors import AlreadyExists, EngineFailure, TinsmithError, Unavailable
 from schemas.operations import (
     AdapterStep,
-    BaseModelInfo,
     DatumRange,
     LoraSpec,
-    MemoryEstimate,
     OptimizerType,
     PassStats,
     SavedAdapter,
@@ -224,15 +216,7 @@ class TorchEngine(BaseEngine):
         """As `peft_format.write_adapter`."""
         state = self._pool.get(adapter_id)
         with memory_errors("saving the adapter"):
-            size = write_adapter(
-                folder,
-                spec=state.spec,
-                weights=state.weights,
-                base_model=self._name,
-                all_linears=linear_families(self.model),
-                optimizer=state.memory() if with_optimizer else None,
-            )
-        return SavedAdapter(size, state.spec)
+            return write_saved(self.model, self._name, state, folder, with_optimizer=with_optimizer)
 
     def load_adapter(
         self,
@@ -250,23 +234,16 @@ class TorchEngine(BaseEngine):
             raise AlreadyExists("an adapter of that id exists")
         live = None if create else self._pool.get(adapter_id)
         with memory_errors("loading the adapter"):
-            saved = read_adapter(folder, with_optimizer=with_optimizer)
-            geometry = saved.spec if live is None else live.spec
-            check_fits(self.model, geometry, saved.weights)
-            saved = saved.ordered(resolve_targets(self.model, geometry))
-            pairs = {
-                name: (down.to(device := self.model.get_submodule(name).weight.device), up.to(device))
-                for name, (down, up) in saved.weights.pairs.items()
-            }
-            if live is not None:
-                optimizer = live.optimizer_type
-            elif optimizer is None:
-                optimizer = "adamw" if saved.optimizer is None else saved.optimizer.type
-            self.capabilities.check_optimizer(optimizer)
-            weights = AdapterWeights(pairs, saved.weights.scaling)
-            state = AdapterState.of(saved.spec, weights, optimizer, saved.optimizer)
+            state, saved = read_saved(
+                self.model,
+                folder,
+                with_optimizer=with_optimizer,
+                live=live,
+                optimizer=optimizer,
+                check_optimizer=self.capabilities.check_optimizer,
+            )
         (self._pool.add if live is None else self._pool.replace)(adapter_id, state)
-        return SavedAdapter(saved.size_bytes, saved.spec)
+        return saved
 
     def snapshot_adapter(self, adapter_id: str, path: Path) -> Callable[[], SavedSnapshot]:
         """See `BaseEngine.snapshot_adapter`."""

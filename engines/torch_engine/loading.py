@@ -5,7 +5,7 @@ Never runs code from the folder. Not responsible for getting the folder (`engine
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engines.lora import available_families
+from engines.loading_errors import reading_base_model
+from engines.lora_targets import available_families, linear_families
 from engines.torch_engine.hardware import peak_flops
 from engines.torch_engine.head import OutputHead
 from engines.torch_engine.precision import convert, weights_dtype
+from schemas.base_model_info import BaseModelInfo, Linear
 from schemas.errors import InvalidRequest, Unavailable
-from schemas.operations import BaseModelInfo
 
-_LOG = logging.getLogger(__name__)
 _UNBOUNDED_CONTEXT = 1 << 20
 """Context of architectures without a maximum (recurrent ones): a bound must exist, for memory's sake."""
 
@@ -47,17 +47,12 @@ def load_base_model(folder: Path, dtype: torch.dtype, device: torch.device) -> n
     Weights are read in the dtype in which they are stored, so that nothing is rounded that is to be float32, and a
     bfloat16 checkpoint never takes the memory of a float32 one. Raises `Unavailable`; details go to the log only.
     """
-    try:
+    with reading_base_model():
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", trust_remote_code=False, use_safetensors=True, local_files_only=True
         )
         _restore_float32(model, folder)
         return convert(model, dtype).to(device)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        _LOG.exception("loading the base model failed")
-        raise Unavailable(
-            f"the base model could not be loaded ({type(error).__name__}); see the server's log"
-        ) from None
 
 
 def _restore_float32(model: nn.Module, folder: Path) -> None:
@@ -106,7 +101,7 @@ def describe(model: Any, head: OutputHead) -> BaseModelInfo:
 
     Not known here, and left at their defaults: `packed`, `batch_invariant`, `memory` (`memory.estimate_memory`).
     """
-    config = model.config.get_text_config()
+    config, families = model.config.get_text_config(), available_families(model)
     return BaseModelInfo(
         vocab_size=min(head.vocab_size, int(model.get_input_embeddings().weight.shape[0])),
         context_length=context_length(model),
@@ -114,10 +109,17 @@ def describe(model: Any, head: OutputHead) -> BaseModelInfo:
         num_layers=int(config.num_hidden_layers),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         eos_token_ids=eos_token_ids(model),
-        adapter_families=available_families(model),
+        adapter_families=families,
         micro_batch_tokens=micro_batch_tokens(model),
         peak_flops=peak_flops(model),
+        linears=tuple(linear for linear in _linears(model) if linear.family in families),
     )
+
+
+def _linears(model: Any) -> Iterator[Linear]:
+    for name, family in linear_families(model).items():
+        module = model.get_submodule(name)
+        yield Linear(name, family, int(module.in_features), int(module.out_features))
 
 
 def context_length(model: Any) -> int:

@@ -14,11 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from engines.lora import Router, available_families, expected_shapes, init_adapter, views
+from engines.lora import Router, views
+from engines.lora_targets import available_families, expected_shapes, init_adapter
 from engines.torch_engine.checkpointing import decoder_layers
 from engines.torch_engine.hardware import device_memory
+from schemas.base_model_info import MemoryEstimate
 from schemas.errors import InvalidRequest
-from schemas.operations import LoraSpec, MemoryEstimate
+from schemas.operations import LoraSpec
 
 Checkpointing = Literal["off", "on", "auto"]
 
@@ -32,7 +34,7 @@ _GIB = 1 << 30
 
 
 def estimate_memory(model: Any, router: Router, *, head: int | None = None) -> MemoryEstimate:
-    """What the model and its training need, in bytes. Call after `lora.attach`, with the base in place.
+    """What the model and its training need, in bytes. Call after `lora_targets.attach`, with the base in place.
 
     Activations are not derived from the architecture but counted: two tiny training passes run, and every tensor that
     autograd keeps is measured, weights apart. Each pass also has a working set of about one layer. Takes about as long

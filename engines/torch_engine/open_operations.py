@@ -16,8 +16,9 @@ from engines.torch_engine.memory import Checkpointing, checkpoints_pass
 from engines.torch_engine.memory_errors import is_out_of_memory
 from engines.torch_engine.operations import DatumLoss, OpenOperation
 from engines.torch_engine.training_pass import PassItem, TrainingPass
+from schemas.base_model_info import MemoryEstimate
 from schemas.errors import EngineFailure, NotFound, OutOfMemory, TinsmithError
-from schemas.operations import DatumRange, MemoryEstimate, TrainResult
+from schemas.operations import DatumRange, TrainResult
 
 Ended = dict[str, TrainResult | TinsmithError]
 

@@ -17,9 +17,10 @@ from schemas.errors import TinsmithError
 
 
 def main(device: str, dtype: str) -> int:
-    """Write `{"device", "dtype", "total", "free", "devices"}` or `{"error"}`; returns 0 or 1.
+    """Write `{"device", "dtype", "total", "free", "devices", "gpus"}` or `{"error"}`; returns 0 or 1.
 
-    Bytes of the device's memory, and how many devices of its kind there are for ranks (CPU: 0, they share it).
+    Bytes of the device's memory, how many devices of its kind there are for ranks (CPU: 0, they share it), and the
+    names of all GPUs that torch finds.
     """
     try:
         place = resolve_device(device)
@@ -30,6 +31,7 @@ def main(device: str, dtype: str) -> int:
             "total": total,
             "free": free,
             "devices": torch.cuda.device_count() if place.type == "cuda" else 0,
+            "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         }
     except TinsmithError as error:
         sys.stdout.write(json.dumps({"error": error.message}))

@@ -48,7 +48,8 @@ def weights_dtype(model: Any) -> torch.dtype:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Put a freshly loaded model into the precision described above, in place; returns it. Call before `lora.attach`.
+    """Put a freshly loaded model into the precision described above, in place; returns it. Call it before
+    `lora_targets.attach`.
 
     Weights of plain `nn.Linear` (the head and an embedding tied to it included) and stacked weights of fused experts go
     to `dtype`. Other embeddings keep the dtype they are stored in. All other floating parameters and buffers go to

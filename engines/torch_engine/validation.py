@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.losses import resolve_loss
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import InvalidRequest
 from schemas.losses import CUSTOM, INTEGER_INPUTS, LOSSES, LossSignature
-from schemas.operations import BaseModelInfo, Datum, TrainBatch
+from schemas.operations import Datum, TrainBatch
 
 Array = NDArray[np.float32] | NDArray[np.int64]
 

@@ -6,7 +6,6 @@ from the folder.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,10 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from engines.fsdp.group import Ranks
 from engines.fsdp.loading import ShardedModel
+from engines.loading_errors import reading_base_model
 from engines.torchtitan.families import Family, decoder_config, family_of
 from engines.torchtitan.model import TitanModel
-from schemas.errors import TinsmithError, Unavailable
-
-_log = logging.getLogger(__name__)
+from schemas.errors import Unavailable
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _COMPUTED = "rotary_emb.inv_freq"
@@ -33,7 +31,7 @@ _COMPUTED = "rotary_emb.inv_freq"
 def load_titan(folder: Path, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> ShardedModel:
     """The model of the folder, its weights in `dtype`, sharded over the ranks. Raises `Unavailable`; details go to
     the log only."""
-    try:
+    with reading_base_model():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         generation = None
         if (folder / GENERATION_CONFIG_NAME).exists():
@@ -49,13 +47,6 @@ def load_titan(folder: Path, dtype: torch.dtype, device: torch.device, ranks: Ra
         if dtype != torch.float32:
             decoder.tok_embeddings.register_forward_hook(lambda _module, _args, output: output.float())
         return ShardedModel(TitanModel(decoder, family, config, generation, masks), read)
-    except TinsmithError:
-        raise
-    except Exception as error:  # torch.distributed.checkpoint and torchtitan raise whatever they meet
-        _log.exception("loading the base model failed")
-        raise Unavailable(
-            f"the base model could not be loaded ({type(error).__name__}); see the server's log"
-        ) from None
 
 
 def _choose_device(device: torch.device) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -27,8 +26,9 @@ from veomni.utils.device import get_device_type
 
 from engines.fsdp.group import Ranks
 from engines.fsdp.loading import Files, ShardedModel, compared, stored_names
+from engines.loading_errors import reading_base_model
 from engines.torch_engine.precision import convert
-from schemas.errors import TinsmithError, Unavailable
+from schemas.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def load_veomni(folder: Path, dtype: torch.dtype, device: torch.device, ranks: R
     """
     if "VEOMNI_VERBOSITY" not in os.environ:  # it prints every layer
         logging.getLogger("veomni").setLevel(logging.WARNING)
-    try:
+    with reading_base_model():
         init_parallel_state(dp_size=ranks.size, dp_shard_size=ranks.size, dp_mode="fsdp2", device_type=device.type)
         files = Files.of(folder, _ENGINE)
         model = _blueprint(folder, device)
@@ -62,13 +62,6 @@ def load_veomni(folder: Path, dtype: torch.dtype, device: torch.device, ranks: R
         model = _filled(model, folder, device, ranks)
         read = sum(compared(name, tensor, files, names[name], ranks) for name, tensor in model.named_parameters())
         _gather_rest(model, device)
-    except TinsmithError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
-        _log.exception("loading the base model failed")
-        raise Unavailable(
-            f"the base model could not be loaded ({type(error).__name__}); see the server's log"
-        ) from None
     return ShardedModel(model, read)
 
 

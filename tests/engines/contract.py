@@ -50,8 +50,10 @@ class EngineContract:
         raise NotImplementedError("provide a loaded engine")
 
     def same(self, one: np.ndarray | float, other: np.ndarray | float) -> None:
-        tolerance = {} if self.exact else {"rtol": 1e-4, "atol": 1e-5}
-        (np.testing.assert_array_equal if self.exact else np.testing.assert_allclose)(one, other, **tolerance)
+        if self.exact:
+            np.testing.assert_array_equal(one, other)
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
     # -- results -------------------------------------------------------------------------------------------------
     @pytest.mark.parametrize("loss", sorted(LOSSES))

@@ -11,8 +11,8 @@ from typing import Any
 
 from engines.fsdp.engine import FsdpEngine
 from engines.fsdp.loading import local_bytes
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import InvalidRequest, TinsmithError
-from schemas.operations import BaseModelInfo
 from workers.build import Progress, build_worker
 from workers.dispatch import Dispatch, register
 from workers.local import LocalWorkerGroup

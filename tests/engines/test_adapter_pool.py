@@ -267,6 +267,7 @@ def test_a_disk_that_cannot_be_written_costs_the_newcomer_only(tmp_path: Path) -
     with pytest.raises(OutOfMemory, match=r"MiB are taken, and idle ones cannot be put aside: File exists") as caught:
         pool.add("c", trained())
     assert str(tmp_path) not in caught.value.message
+    assert caught.value.code == "idle_disk"
     assert (resident(pool), "c" in pool) == ("ba", False)
     assert same(content(pool.get("a")), kept)
     folder.unlink()

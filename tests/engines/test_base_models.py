@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines import base_models, gguf_conversion
 from engines.base_models import DEFAULT_MODEL, describe, prepare
-from engines.lora import attach
+from engines.lora_targets import attach
 from engines.sampling.torch_sampler import TorchSampler
 from schemas.errors import EngineFailure, Unavailable
 from schemas.operations import Sample, SampleResult, SamplingParams

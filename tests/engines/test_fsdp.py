@@ -27,8 +27,9 @@ from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.packing import Pack
 from engines.torch_engine.training_pass import TrainingPass
+from schemas.base_model_info import MemoryEstimate
 from schemas.errors import InvalidRequest, Unavailable
-from schemas.operations import MemoryEstimate, Sample, SampleTurn, SampleTurnResult, SamplingParams
+from schemas.operations import Sample, SampleTurn, SampleTurnResult, SamplingParams
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, EngineContract, accumulate, logprobs, train
 from workers.dispatch import RankAnswer, merge

@@ -18,7 +18,7 @@ from engines.fsdp.engine import FsdpEngine
 from engines.lora import views
 from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.engine import TorchEngine
-from schemas.errors import InvalidRequest, NonFiniteGradient, NotFound, WorkerDied
+from schemas.errors import Cancelled, InvalidRequest, NonFiniteGradient, NotFound, WorkerDied
 from schemas.losses import LOSSES
 from schemas.operations import (
     AdapterStep,
@@ -340,11 +340,12 @@ def test_samples_are_those_of_one_process(two: Gang, one: TorchEngine, name: str
     missing = Sample(np.arange(5, 9), SamplingParams(max_tokens=3, seed=1), 1, str(tmp_path / "missing"))
     ended: dict[str, Any] = {}
     turn = SampleTurn({**samples, "gone": samples["s0"], "missing": missing}, steps=3, seconds=0.02)
-    while len(ended) < 6:
+    while len(ended) < 7:
         result = two.call("sample_turn", turn)
         ended |= result.ended
         turn = SampleTurn(cancelled=("gone",), steps=3, seconds=0.02)
     assert isinstance(ended.pop("missing"), InvalidRequest)
+    assert isinstance(ended.pop("gone"), Cancelled)
     alone = TorchSampler(one.model, one.router, None)
     expected: dict[str, Any] = {}
     turn = SampleTurn(samples, steps=100)

@@ -13,16 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from engines.lora import (
-    AdapterWeights,
-    LoraLinear,
-    attach,
-    available_families,
-    check_fits,
-    init_adapter,
-    linear_families,
-    resolve_targets,
-)
+from engines.lora import AdapterWeights, LoraLinear
+from engines.lora_targets import attach, available_families, check_fits, init_adapter, linear_families, resolve_targets
 from schemas.errors import EngineFailure, InvalidRequest
 from schemas.operations import LoraSpec
 
@@ -212,7 +204,13 @@ def test_check_fits_names_what_does_not(untied_folder: Path) -> None:
     model = load(untied_folder)
     adapter = init_adapter(model, LoraSpec(4, 1))
     check_fits(model, LoraSpec(4, 1), adapter)
-    with pytest.raises(InvalidRequest, match="lm_head"):
+    with pytest.raises(InvalidRequest, match="it changes lm_head, which is not trained here"):
         check_fits(model, LoraSpec(4, 1, train_unembed=False), adapter)
-    with pytest.raises(InvalidRequest, match="does not fit"):
+    headless = init_adapter(model, LoraSpec(4, 1, train_unembed=False))
+    with pytest.raises(InvalidRequest, match="it does not change lm_head, which is trained here"):
+        check_fits(model, LoraSpec(4, 1), headless)
+    with pytest.raises(InvalidRequest, match="it has rank 4, and rank 8 is expected"):
         check_fits(model, LoraSpec(8, 1), adapter)
+    adapter.pairs["lm_head"] = (adapter.pairs["lm_head"][0][:, 1:], adapter.pairs["lm_head"][1])
+    with pytest.raises(InvalidRequest, match="lm_head has shapes"):
+        check_fits(model, LoraSpec(4, 1), adapter)

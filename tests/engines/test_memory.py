@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engines import machine
-from engines.lora import Router, attach, init_adapter, views
+from engines.lora import Router, views
+from engines.lora_targets import attach, init_adapter
 from engines.machine import compute_threads, machine_memory, usable_cores
 from engines.torch_engine.checkpointing import decoder_layers, use_checkpointing
 from engines.torch_engine.engine import TorchEngine
@@ -30,8 +31,9 @@ from engines.torch_engine.memory import (
     estimate_memory,
     refuse_long_datum,
 )
+from schemas.base_model_info import MemoryEstimate
 from schemas.errors import InvalidRequest
-from schemas.operations import LoraSpec, MemoryEstimate
+from schemas.operations import LoraSpec
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, accumulate, train
 from tests.support.tiny_model import make_tiny_model

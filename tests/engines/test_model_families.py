@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from engines.lora import attach
+from engines.lora_targets import attach
 from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.engine import TorchEngine
 from schemas.operations import OptimStepParams, SamplingParams

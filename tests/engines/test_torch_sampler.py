@@ -16,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
-from engines.lora import AdapterWeights, Router, Segments, attach, init_adapter, linear_families
+from engines.lora import AdapterWeights, Router, Segments
+from engines.lora_targets import attach, init_adapter, linear_families
 from engines.peft_format import read_adapter, write_adapter
 from engines.sampling import torch_sampler
 from engines.sampling.torch_sampler import TorchSampler

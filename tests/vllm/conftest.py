@@ -17,21 +17,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engines.lora import AdapterWeights, Router, attach, init_adapter, linear_families
+from engines.lora import AdapterWeights, Router
+from engines.lora_targets import attach, init_adapter, linear_families
 from engines.peft_format import write_adapter
 from engines.sampling.base import SamplingEngine
 from engines.sampling.vllm.environment import DEFAULT_PYTHON, VllmEnvironment, find_vllm
 from engines.sampling.vllm.sampler import VllmSampler
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError, Unavailable
-from schemas.operations import (
-    BaseModelInfo,
-    LoraSpec,
-    Sample,
-    SampleDelta,
-    SampledSequence,
-    SampleResult,
-    SamplingParams,
-)
+from schemas.operations import LoraSpec, Sample, SampleDelta, SampledSequence, SampleResult, SamplingParams
 from tests.support.tiny_model import make_tiny_model
 
 PROMPT = [5, 9, 200, 17, 40, 41]

@@ -27,6 +27,7 @@ class Script(ForeignSampler):
         self.steps = list(steps)
         self.rows: list[ForeignRow] = []
         self.aborted: list[str] = []
+        self.arrived: list[RowNews] = []
 
     @classmethod
     def check(cls) -> None:
@@ -37,6 +38,10 @@ class Script(ForeignSampler):
 
     def _abort(self, keys: Iterable[str]) -> None:
         self.aborted += keys
+
+    def _arrived(self) -> Sequence[RowNews]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def _advance(self) -> Sequence[RowNews]:
         news = self.steps.pop(0)
@@ -140,6 +145,30 @@ def test_more_rows_than_the_other_program_takes_count_as_waiting(world: World) -
         engine.cancel(name)
     assert engine.load.active == 0
     assert sorted(engine.aborted) == ["row-1", "row-2", "row-3"]
+
+
+def test_what_a_cancelled_request_took_is_told_as_far_as_it_can_be_seen(world: World) -> None:
+    news = [[drew("row-1", 5, 6), drew("row-2", 7, cached_tokens=4)], []]
+    engine = Script(world, news)
+    for name in ("drew", "also", "no room"):
+        engine.add(name, sample(PROMPT, replace(ASKED, max_tokens=9)))
+    unseen = engine.cancel("no room")
+    assert unseen is not None
+    assert (unseen.prompt_tokens, unseen.drawn_tokens) == (0, 0)
+    engine.add("no room", sample(PROMPT, ASKED))
+    engine.step()
+    engine.arrived = [drew("row-1", 8), drew("row-2", 8)]
+    took = {name: engine.cancel(name) for name in ("drew", "also", "no room", "unknown")}
+    assert took.pop("unknown") is None
+    counts = {name: (one.prompt_tokens, one.cached_tokens, one.drawn_tokens) for name, one in took.items() if one}
+    length = len(PROMPT)
+    assert counts == {"drew": (length, 0, 3), "also": (length, 4, 2), "no room": (0, 0, 0)}
+    assert engine.take_stats().drawn_tokens == 5
+    engine.add("reads", sample(PROMPT, ASKED))
+    engine.step()
+    reads = engine.cancel("reads")
+    assert reads is not None
+    assert (reads.prompt_tokens, reads.drawn_tokens) == (length, 0), "it had room, and says nothing of its prompt"
 
 
 @pytest.mark.parametrize("temperature", [0.001, 0.0099])

@@ -26,6 +26,7 @@ from engines.sampling.vllm.messages import (
     Reply,
     RowTurn,
 )
+from schemas.pipes import read_message
 
 _log = logging.getLogger("tinsmith.vllm")
 
@@ -206,7 +207,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
         pickle.dump(message, replies, PICKLE_PROTOCOL)
         replies.flush()
 
-    options: HostOptions = pickle.load(requests)
+    options: HostOptions = read_message(requests)
     try:
         host = Host(options)
     except Exception as error:
@@ -216,7 +217,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> int:
     reply(host.ready)
     while True:
         try:
-            turn: HostTurn = pickle.load(requests)
+            turn: HostTurn = read_message(requests)
         except EOFError:
             return 0
         try:
@@ -247,6 +248,9 @@ def main(argv: Sequence[str] = ()) -> None:
         code = serve(requests, replies)
     except (BrokenPipeError, EOFError):
         code = 0
+    except Exception:
+        _log.exception("this process cannot go on")
+        code = 1
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)  # vLLM's threads need not end by themselves

@@ -23,6 +23,7 @@ from engines.sampling.vllm.messages import (
     Reply,
 )
 from schemas.errors import EngineFailure, Unavailable
+from schemas.pipes import read_message
 
 _log = logging.getLogger(__name__)
 
@@ -113,8 +114,12 @@ class VllmProcess:
         with self._process.stdout as stdout:
             while True:
                 try:
-                    reply = pickle.load(stdout)
-                except (EOFError, OSError, pickle.UnpicklingError):
+                    reply = read_message(stdout)
+                except EOFError:
+                    break
+                except Exception:
+                    _log.exception("a message of vLLM cannot be read; its process is ended")
+                    self._process.kill()
                     break
                 self._replies.put(reply)
         self._replies.put(None)

@@ -20,8 +20,9 @@ from engines.sampling.sampling_rules import LogprobKind
 from engines.sampling.vllm.environment import find_vllm
 from engines.sampling.vllm.messages import HostOptions, HostRow, HostTurn, PromptTurn, RowTurn
 from engines.sampling.vllm.process import VllmProcess
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, InvalidRequest, TinsmithError
-from schemas.operations import BaseModelInfo, TopK
+from schemas.operations import TopK
 
 _log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Olmo2Config, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Olmo2Config, Qwen3Config
 
 from engines.automodel.engine import AutomodelEngine
 from engines.fsdp.loading import whole
-from engines.lora import linear_families
+from engines.lora_targets import linear_families
 from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.engine import TorchEngine
 from schemas.errors import Unavailable
@@ -28,6 +28,7 @@ from schemas.operations import OptimStepParams, TrainBatch
 from tests.engines.batches import make_batch
 from tests.engines.contract import FAST, SPEC, EngineContract, accumulate, logprobs, train
 from tests.engines.field import needs
+from tests.engines.field.tiny_models import make_model
 from tests.engines.gang import Gang, gang
 from tests.engines.test_fsdp_ranks import (  # noqa: F401 (the same tests, on ranks of this engine)
     UNEQUAL,
@@ -45,9 +46,9 @@ from tests.engines.test_fsdp_ranks import (  # noqa: F401 (the same tests, on ra
     test_what_one_rank_cannot_do_none_does,
 )
 from tests.support.reference import Adapter, Example, Reference
-from tests.support.tiny_model import write_tokenizer
 
 pytestmark = [needs("automodel"), pytest.mark.timeout(900)]
+from_config = AutoModelForCausalLM.from_config
 
 
 @pytest.fixture(scope="module")
@@ -59,41 +60,16 @@ def two(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield started
 
 
-def make_model(folder: Path, kind: type[PreTrainedConfig], **options: Any) -> Path:
-    """A random two-layer model of that kind of configuration, with a head of its own."""
-    folder.mkdir()
-    config = kind(
-        vocab_size=write_tokenizer(folder),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-        **options,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.0, 0.25) if parameter.ndim == 2 else parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3: norms on queries and keys, and heads that are wider than the model divides."""
-    return make_model(tmp_path_factory.mktemp("qwen") / "tiny-qwen3", Qwen3Config, head_dim=16)
+    return make_model(tmp_path_factory.mktemp("qwen") / "tiny-qwen3", Qwen3Config, from_config, head_dim=16)
 
 
 @pytest.fixture(scope="module")
 def olmo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An OLMo 2, which Automodel has no class of its own for."""
-    return make_model(tmp_path_factory.mktemp("olmo") / "tiny-olmo2", Olmo2Config, pad_token_id=0)
+    return make_model(tmp_path_factory.mktemp("olmo") / "tiny-olmo2", Olmo2Config, from_config, pad_token_id=0)
 
 
 def load_engine(folder: Path, **options: Any) -> AutomodelEngine:

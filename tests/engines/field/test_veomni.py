@@ -26,6 +26,7 @@ from schemas.errors import Unavailable
 from tests.engines.batches import make_batch
 from tests.engines.contract import SPEC, EngineContract, logprobs, train
 from tests.engines.field import needs
+from tests.engines.field.tiny_models import make_model
 from tests.engines.gang import Gang, gang
 from tests.engines.test_fsdp_ranks import (  # noqa: F401 (the same tests, on ranks of this engine)
     UNEQUAL,
@@ -43,7 +44,6 @@ from tests.engines.test_fsdp_ranks import (  # noqa: F401 (the same tests, on ra
     test_what_one_rank_cannot_do_none_does,
 )
 from tests.support.reference import Reference
-from tests.support.tiny_model import write_tokenizer
 
 pytestmark = [needs("veomni"), pytest.mark.timeout(900)]
 
@@ -59,28 +59,7 @@ def two(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="session")
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Qwen3, an architecture that VeOmni has layers of its own for, with norms on queries and keys."""
-    folder = tmp_path_factory.mktemp("qwen") / "tiny-qwen3"
-    folder.mkdir()
-    config = Qwen3Config(
-        vocab_size=write_tokenizer(folder),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = Qwen3ForCausalLM(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0.0, 0.25) if parameter.ndim == 2 else parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("qwen") / "tiny-qwen3", Qwen3Config, Qwen3ForCausalLM, head_dim=16)
 
 
 def load_engine(folder: Path, **options: Any) -> VeomniEngine:
@@ -165,7 +144,7 @@ def test_weights_that_are_not_loaded_as_they_are_stored_are_refused(
     """VeOmni leaves out what it does not recognise, without an error: here it gets a folder that lacks a tensor."""
     from engines.veomni import loading
 
-    real = loading.load_model_weights
+    real = vars(loading)["load_model_weights"]
     broken = tmp_path / "broken"
     shutil.copytree(untied_folder, broken)
     tensors = load_file(untied_folder / "model.safetensors")
