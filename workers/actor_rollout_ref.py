@@ -13,12 +13,8 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from engines.base import BaseEngine
 from engines.sampling.base import SamplingEngine
-from schemas.operations import (
-    BaseModelInfo,
-    LoraSpec,
-    TrainBatch,
-    TrainResult,
-)
+from schemas.base_model_info import BaseModelInfo
+from schemas.operations import LoraSpec, TrainBatch, TrainResult
 from workers.dispatch import Dispatch, register
 from workers.rollout import RolloutWorker
 from workers.training import TrainingWorker

@@ -17,6 +17,7 @@ from schemas.operations import CreateModel, LoadWeights, Operation, OperationRes
 _log = logging.getLogger("tinsmith.runtime")
 
 WorkerCall = Callable[..., Awaitable[Any]]
+"""(method, arguments, `executes`: the operations that the call executes) -> what the worker returned."""
 _LONGEST_REMOVAL_PAUSE = 60.0
 
 

@@ -81,7 +81,7 @@ def build_worker(spec: WorkerSpec, progress: Progress) -> TinkerActorRolloutRefW
         )
     check_sampler(spec)
     delete_leftovers(spec)
-    progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
+    progress("preparing the files of the base model (the built-in one is converted once, in about half a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
     progress("loading the weights of the base model")
     engine = engine_class(

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import gc
 import logging
+import logging.handlers
 import os
 import pickle
 import queue
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from typing import BinaryIO
 
 from schemas.errors import EngineFailure, TinsmithError, Unavailable
+from schemas.pipes import read_message
 from workers.build import resolve_builder
 from workers.dispatch import invoke
 from workers.faults import to_tinsmith_error
@@ -26,6 +30,7 @@ from workers.messages import (
     PICKLE_PROTOCOL,
     Answer,
     Call,
+    Logged,
     Ping,
     Progress,
     Ready,
@@ -56,7 +61,7 @@ class RankServer:
 
     def serve(self) -> int:
         """Load, then run calls until told to stop; returns the exit code."""
-        start: Start = pickle.load(self._requests)
+        start: Start = read_message(self._requests)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         self._rank = start.rank
         worker = self._load(start)
@@ -93,6 +98,10 @@ class RankServer:
         except Exception as error:
             return Answer(call.call_id, error=to_tinsmith_error(error, call.method))
 
+    def tell(self, record: Logged) -> None:
+        """Send a record of the log to the server, which knows in what form it is wanted."""
+        self._reply(record)
+
     def _reply(self, reply: Reply) -> None:
         try:
             data = pickle.dumps(reply, PICKLE_PROTOCOL)
@@ -109,10 +118,14 @@ class RankServer:
         """Reader thread: keeps the pipe empty, so that the server never waits for a long computation to write."""
         while True:
             try:
-                request = pickle.load(self._requests)
-            except (EOFError, OSError):
+                request = read_message(self._requests)
+            except EOFError:
                 # The server is gone. There is nobody to tell and nothing to finish: saves are atomic.
                 os._exit(0)
+            except Exception:
+                # Nothing that comes later can be read either; the server learns of it by this end.
+                traceback.print_exc()
+                os._exit(1)
             if isinstance(request, Call):
                 self._count_calls(+1)
             elif isinstance(request, Ping) and self._count_calls(0) > 0:
@@ -135,6 +148,42 @@ def _start_error(error: Exception, model: str) -> TinsmithError:
     )
 
 
+class _Forward(logging.Handler):
+    """Hands records on as messages."""
+
+    def __init__(self, tell: Callable[[Logged], None]) -> None:
+        super().__init__()
+        self._tell = tell
+        self._form = logging.Formatter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        exception = record.exc_text or (self._form.formatException(record.exc_info) if record.exc_info else None)
+        try:
+            self._tell(Logged(record.name, record.levelno, record.created, record.getMessage(), exception))
+        except OSError:  # the server is gone, and this process ends with it
+            sys.stderr.write(f"{record.name}: {record.getMessage()}\n")
+
+
+class _Queue(logging.handlers.QueueHandler):
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """See `QueueHandler`: the traceback is kept, for whoever takes the record out is in this process."""
+        return record
+
+
+def log_through(tell: Callable[[Logged], None]) -> logging.handlers.QueueListener:
+    """Send what this process logs, warnings of libraries included, to `tell`, in a thread; stopped, all has been sent.
+
+    A thread, because a record may come from anywhere, also from the middle of another message's way into the pipe.
+    """
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    listener = logging.handlers.QueueListener(records, _Forward(tell))
+    logging.captureWarnings(True)
+    logging.basicConfig(level=logging.INFO, handlers=[_Queue(records)])
+    listener.start()
+    return listener
+
+
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,13 +193,18 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    server = RankServer(requests, replies)
+    log = log_through(server.tell)
     try:
-        code = RankServer(requests, replies).serve()
+        code = server.serve()
     except (BrokenPipeError, EOFError):
         code = 0
     except SystemExit as end:  # a rank that cannot go on with the others
         code = end.code if isinstance(end.code, int) else 1
+    except Exception:
+        _log.exception("this process cannot go on")
+        code = 1
+    log.stop()  # what has been logged is on its way then
     logging.shutdown()
     sys.stderr.flush()
     # Not sys.exit: the reader thread sits in a read, and thread pools of libraries may not end by themselves.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError
-from schemas.operations import BaseModelInfo
 
 
 class WorkerGroup(Protocol):

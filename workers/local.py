@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engines.ranks import Place
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
-from schemas.operations import BaseModelInfo
 from workers.dispatch import RankAnswer, merge
 from workers.environment import worker_environment
 from workers.interpreter import ready_interpreter

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError
-from schemas.operations import BaseModelInfo
 from workers.spec import WorkerSpec
 
 PICKLE_PROTOCOL = 5
@@ -76,5 +76,16 @@ class Answer:
     error: TinsmithError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """A record of the rank's log, for the server to write in its own form; `exception` is a traceback in text."""
+
+    logger: str
+    level: int
+    created: float
+    message: str
+    exception: str | None = None
+
+
 Request = Start | Call | Ping | Stop
-Reply = Progress | Ready | StartFailed | Answer
+Reply = Progress | Ready | StartFailed | Answer | Logged

@@ -152,6 +152,7 @@ class ModelQueue(Generic[T]):
             f"seq_id {seq_id} was not executed: seq_id {missing} of this model did not arrive "
             f"within {self._gap_timeout:g} s after a later one",
             field="seq_id",
-            hint="number the requests of a model without gaps; go on with the next seq_id after the failed ones",
+            hint="a call of the SDK that fails before it is sent leaves such a gap, too; number requests without gaps, "
+            "and go on with the next seq_id after the failed ones",
             code="seq_id_gap",
         )

@@ -5,19 +5,31 @@ Not responsible for what the messages mean (`workers/local.py`).
 
 from __future__ import annotations
 
+import logging
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO
 
-from workers.messages import PICKLE_PROTOCOL, Reply, Request, Start
+from schemas.pipes import read_message
+from workers.messages import PICKLE_PROTOCOL, Logged, Reply, Request, Start
+
+logger = logging.getLogger(__name__)
 
 _REAP_SECONDS = 5.0
 """How long a process may take to end after it closed its output, before it is killed."""
+_living: weakref.WeakSet[RankProcess] = weakref.WeakSet()
+
+
+def kill_all() -> None:
+    """End every rank that this process has started: one that hangs would not notice that its server is gone."""
+    for process in list(_living):
+        process.kill()
 
 
 class RankProcess:
@@ -49,6 +61,7 @@ class RankProcess:
             # A group of its own, so that Ctrl-C in the server's terminal does not reach a child that is still starting.
             process_group=0 if sys.platform != "win32" else None,
         )
+        _living.add(self)
         self._reader = threading.Thread(target=self._read, name=f"rank-{start.rank}", daemon=True)
         self._reader.start()
         self.send(start)
@@ -94,16 +107,33 @@ class RankProcess:
         with self._process.stdout as stdout:
             while True:
                 try:
-                    reply = pickle.load(stdout)
-                except (EOFError, OSError, pickle.UnpicklingError):
+                    reply = read_message(stdout)
+                except EOFError:
                     break
-                self._on_reply(self, reply)
+                except Exception:
+                    logger.exception("a message of rank %d cannot be read; its process is ended", self.rank)
+                    self._process.kill()
+                    break
+                if isinstance(reply, Logged):
+                    relog(reply)
+                else:
+                    self._on_reply(self, reply)
         try:
             code = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
         self._on_end(self, describe_exit(code))
+
+
+def relog(told: Logged) -> None:
+    """Log what a rank has logged, with its time and under its name."""
+    source = logging.getLogger(told.logger)
+    if not source.isEnabledFor(told.level):
+        return
+    record = source.makeRecord(told.logger, told.level, "", 0, told.message, (), None)
+    record.created, record.exc_text = told.created, told.exception
+    source.handle(record)
 
 
 def describe_exit(code: int) -> str:

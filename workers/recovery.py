@@ -11,12 +11,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from schemas.errors import ModelLost, TinsmithError, WorkerDied, is_adapters_busy
 from schemas.fail_points import fail_point
 from schemas.operations import CreateModel, LoadWeights, Operation, OperationResult, SavedSnapshot
-from workers.adapters import create_adapter
+from workers.adapters import WorkerCall, create_adapter
 from workers.tickets import Entry, Ticket
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -130,7 +130,7 @@ class Recovery:
     def __init__(
         self,
         history: History,
-        call: Callable[..., Awaitable[Any]],
+        call: WorkerCall,
         *,
         wanted: Callable[[str], bool],
         failed: Callable[[str, TinsmithError], None],

@@ -7,9 +7,14 @@ and its stream goes on where it was.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 
+from schemas.errors import Cancelled, TinsmithError
 from schemas.operations import Sample, SampleDelta, TopK
+
+MAX_RERUNS = 2
+"""How often work that a dying worker took with it is run again, if running it again is harmless."""
 
 
 def seeded(sample: Sample, request_id: str) -> Sample:
@@ -37,3 +42,16 @@ def unheard(told: dict[int, int], drawn: dict[int, int], delta: SampleDelta) -> 
         return delta
     topk = None if delta.topk is None else TopK(delta.topk.ids[known:], delta.topk.logprobs[known:])
     return SampleDelta(delta.index, delta.tokens[known:], delta.logprobs[known:], topk, delta.stop_reason)
+
+
+def unheeded(outcome: TinsmithError, told: Mapping[int, int]) -> Cancelled:
+    """The end of a sample that nobody wants any more, however it came about.
+
+    It took at least what its listener has had (`told`, by sequence), also if the run that drew it was lost.
+    """
+    found = outcome if isinstance(outcome, Cancelled) else Cancelled()
+    return Cancelled(
+        prompt_tokens=found.prompt_tokens,
+        cached_tokens=found.cached_tokens,
+        drawn_tokens=max(found.drawn_tokens, sum(told.values())),
+    )

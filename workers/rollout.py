@@ -10,8 +10,9 @@ from pathlib import Path
 
 from engines.machine import usable_cores
 from engines.sampling.base import SamplingEngine
+from schemas.base_model_info import BaseModelInfo
 from schemas.fail_points import fail_point
-from schemas.operations import BaseModelInfo, SampleTurn, SampleTurnResult
+from schemas.operations import SampleTurn, SampleTurnResult
 from workers.dispatch import Dispatch, register
 from workers.spec import WorkerSpec
 
@@ -38,7 +39,7 @@ def build_rollout(spec: WorkerSpec, progress: Callable[[str], None]) -> RolloutW
     """
     from engines.base_models import prepare
 
-    progress("preparing the files of the base model (the built-in one is converted once, in about a minute)")
+    progress("preparing the files of the base model (the built-in one is converted once, in about half a minute)")
     folder = prepare(spec.model, spec.source, Path(spec.data_dir))
 
     from transformers import AutoTokenizer

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
-from schemas.operations import BaseModelInfo
 from workers.group import WorkerGroup
 from workers.recovery import MAX_SERVER_DEATHS, RECOVERING, History
 from workers.sampling_lane import SamplingLane
@@ -353,6 +353,8 @@ class ModelRuntime:
                 error = start_error
             else:
                 self.state = "ready"
+                self._meter.note_restart()
+                _log.info("the worker of %s is there again", self.name)
                 return
         raise error
 

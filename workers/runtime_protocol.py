@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError
-from schemas.operations import BaseModelInfo
 from workers.runtime import Load, State
 from workers.throughput import Throughput
 from workers.tickets import QueueState, Ticket
@@ -74,7 +74,8 @@ class Runtime(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Nobody wants this sample any more."""
+        """Nobody wants this sample any more: it stops soon, and ends with `Cancelled`, or with its result if it was
+        done by then."""
         ...
 
     def waiting(self, request_id: str) -> QueueState:

@@ -86,14 +86,21 @@ class SampleLine:
         self._paid[entry] = sequences * min(self._drawn.get(project_id, _FIRST_GUESS), float(most))
         self._shares.charge(project_id, prompt + self._paid[entry])
 
-    def end(self, entry: Entry, *, sequences: int = 1, drawn: int | None = None) -> None:
-        """A taken sample has ended: its sequences have `drawn` tokens together; None = it has no result."""
+    def end(self, entry: Entry, *, sequences: int = 1, drawn: int | None = None, whole: bool = True) -> None:
+        """A taken sample has ended.
+
+        Args:
+            sequences: continuations asked for.
+            drawn: tokens that they have together; None = it has failed.
+            whole: False = it was stopped: it would have drawn at least as much.
+        """
         project_id = entry.ticket.project_id
         paid = self._paid.pop(entry)
         if drawn is not None:
             mean = drawn / max(1, sequences)
-            before = self._drawn.get(project_id, mean)
-            self._drawn[project_id] = before + _NEWEST * (mean - before)
+            before = self._drawn.get(project_id, mean if whole else _FIRST_GUESS)
+            if whole or mean > before:
+                self._drawn[project_id] = before + _NEWEST * (mean - before)
             if drawn > paid:
                 self._shares.charge(project_id, drawn - paid)
         self._inside[project_id] -= 1

@@ -12,7 +12,7 @@ from engines.registry import capabilities, get_sampler, is_address, sampler_kind
 from engines.sampling.base import SamplingEngine
 from engines.sampling.elsewhere import Elsewhere
 from engines.torch_engine.engine import TorchEngine
-from schemas.operations import BaseModelInfo
+from schemas.base_model_info import BaseModelInfo
 from workers.spec import WorkerSpec
 
 GIB = 1 << 30

@@ -8,10 +8,10 @@ worker took along. Not responsible for the order of waiting samples (`workers/sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied
+from schemas.errors import Cancelled, EngineFailure, TinsmithError, WorkerDied
 from schemas.operations import (
     Sample,
     SampleDelta,
@@ -20,12 +20,11 @@ from schemas.operations import (
     SampleTurn,
     SampleTurnResult,
 )
-from workers.reruns import seeded, unheard
+from workers.adapters import WorkerCall
+from workers.reruns import MAX_RERUNS, seeded, unheard
 from workers.sample_line import SampleLine
 from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
-from workers.training_lane import MAX_RERUNS
-from workers.turn_runner import WorkerCall
 
 _log = logging.getLogger("tinsmith.runtime")
 
@@ -47,6 +46,8 @@ class _Running:
     sequences: int
     alone: bool
     """It is at its last attempt: nothing runs beside it, so that it can only hurt itself."""
+    handed: bool = False
+    """It was sent to the worker, and is not just about to be."""
     drawn: dict[int, int] = field(default_factory=dict)
     """Of one that streams: sequence -> tokens reported in this attempt."""
 
@@ -83,7 +84,7 @@ class SamplingLane:
         self._line = SampleLine()
         self._running: dict[str, _Running] = {}
         self._cancelled: dict[str, None] = {}
-        """Samples that the worker has and nobody wants any more."""
+        """Samples that the worker is to forget: nobody wants them any more, or a turn with them failed."""
         self._load = SamplerLoad()
         """What the worker said last."""
         self._ahead: dict[Entry, None] = {}
@@ -98,11 +99,21 @@ class SamplingLane:
             self._line.add(entry)
 
     def cancel(self, entry: Entry) -> None:
-        """Answer a sample that nobody wants any more with `Gone`; one that decodes stops before the next turn."""
+        """End a sample that nobody wants any more with `Cancelled`.
+
+        One that the worker has stops before the next turn, which tells what it took. If it ends before it can be
+        stopped, that is its outcome.
+        """
+        request_id = entry.ticket.request_id
+        entry.unwanted = True
         self._ahead.pop(entry, None)
-        if not self._line.discard(entry) and self._drop(entry.ticket.request_id) is not None:
-            self._cancelled[entry.ticket.request_id] = None
-        self._desk.finish(entry, cancelled())
+        running = self._running.get(request_id)
+        if running is not None and running.handed:
+            self._cancelled[request_id] = None
+            return
+        if not self._line.discard(entry):
+            self._drop(request_id)
+        self._desk.finish(entry, Cancelled())
 
     def waiting(self, project_id: str) -> int:
         """How many samples of a project wait here; those that the worker has do not count."""
@@ -124,6 +135,8 @@ class SamplingLane:
         added = await self._choose()
         if not self._running and not self._cancelled:
             return False
+        for running in self._running.values():
+            running.handed = True
         cancelled, self._cancelled = self._cancelled, {}
         turn = SampleTurn(added, tuple(cancelled), *self._length(idle, seconds))
         began = self._clock()
@@ -139,7 +152,7 @@ class SamplingLane:
         now = self._clock()
         self._meter.add_sampling(result.stats, busy=now - began, now=now)
         self._load = result.load
-        self._settle(result)
+        self._settle(result, cancelled)
         return True
 
     def _length(self, idle: bool, seconds: float) -> tuple[int, float]:
@@ -222,16 +235,21 @@ class SamplingLane:
         return None
 
     # -- after a turn ----------------------------------------------------------------------------------------------
-    def _settle(self, result: SampleTurnResult) -> None:
-        """Pass on what was drawn, then answer what ended."""
+    def _settle(self, result: SampleTurnResult, cancelled: Iterable[str]) -> None:
+        """Pass on what was drawn, then answer what ended, or was `cancelled` with this turn."""
         for request_id, deltas in result.deltas.items():
             running = self._running.get(request_id)
             if running is not None:
                 for delta in deltas:
                     self._tell(running, delta)
-        for request_id, outcome in result.ended.items():
+        ended = dict(result.ended)
+        for request_id in cancelled:
+            if request_id in self._running and self._running[request_id].entry.unwanted:
+                ended.setdefault(request_id, Cancelled())  # the worker knows nothing of it
+        for request_id, outcome in ended.items():
             running = self._drop(request_id, outcome)
             if running is not None:
+                self._cancelled.pop(request_id, None)
                 self._desk.finish(running.entry, outcome)
         if self._running and not self._load.active:
             self._fail_turn(EngineFailure("the worker gave no result for this sample"))
@@ -254,10 +272,12 @@ class SamplingLane:
         """Forget a sample that runs no longer; None if it was not running."""
         running = self._running.pop(request_id, None)
         if running is not None:
-            drawn = None
+            whole, drawn = isinstance(outcome, SampleResult), None
             if isinstance(outcome, SampleResult):
                 drawn = sum(len(sequence.tokens) for sequence in outcome.sequences)
-            self._line.end(running.entry, sequences=running.sequences, drawn=drawn)
+            elif isinstance(outcome, Cancelled):
+                drawn = outcome.drawn_tokens
+            self._line.end(running.entry, sequences=running.sequences, drawn=drawn, whole=whole)
         return running
 
     # -- failures of the whole batch -------------------------------------------------------------------------------
@@ -274,11 +294,15 @@ class SamplingLane:
             self._desk.finish(entry, reason)
 
     def _run_again(self, error: TinsmithError) -> list[tuple[Entry, TinsmithError]]:
-        """Put all that is running back in line, in the order in which it was taken; returns what has failed."""
+        """Put all that is running back in line, in the order in which it was taken; returns what ends instead: it has
+        failed too often, or nobody wants it."""
         failed: list[tuple[Entry, TinsmithError]] = []
         for running in reversed(list(self._running.values())):
             entry = running.entry
             self._drop(entry.ticket.request_id)
+            if entry.unwanted:
+                failed.append((entry, Cancelled()))
+                continue
             entry.running = False
             entry.attempts += 1
             if entry.attempts <= MAX_RERUNS:
@@ -298,8 +322,3 @@ def _prepared(entry: Entry, sample: Sample) -> Sample:
     return replace(
         seeded(sample, ticket.request_id), stream=ticket.progress is not None, cache_domain=ticket.project_id
     )
-
-
-def cancelled() -> Gone:
-    """The outcome of a sample that nobody wants any more."""
-    return Gone("the sample was cancelled", code="cancelled")

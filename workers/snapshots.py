@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from schemas.errors import TinsmithError, WorkerDied
 from schemas.operations import SavedSnapshot
+from workers.adapters import WorkerCall
 from workers.recovery import History
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -72,7 +72,7 @@ class Snapshots:
     def __init__(
         self,
         history: History,
-        call: Callable[..., Awaitable[Any]],
+        call: WorkerCall,
         policy: SnapshotPolicy,
         clock: Callable[[], float],
     ) -> None:

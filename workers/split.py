@@ -11,8 +11,8 @@ import time
 from dataclasses import replace
 from typing import Protocol
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError
-from schemas.operations import BaseModelInfo
 from workers.runtime import Load, State
 from workers.runtime_protocol import Runtime
 from workers.throughput import Throughput

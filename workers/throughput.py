@@ -77,6 +77,8 @@ class Throughput:
     mfu: float | None
     sampling: SamplingThroughput
     logprob_gap: LogprobGap
+    restarts: int = 0
+    """How often the worker was started again after a death."""
 
 
 class ThroughputMeter:
@@ -85,6 +87,7 @@ class ThroughputMeter:
     def __init__(self) -> None:
         self._tokens = self._rows = self._sequences = self._passes = self._turns = self._steps = 0
         self._flops = self._busy = 0.0
+        self._restarts = 0
         self._seconds: dict[str, float] = {}
         self._room = 0
         """Token budgets of the turns that computed datums."""
@@ -129,6 +132,10 @@ class ThroughputMeter:
         self._sample_busy += busy
         self._recent_drawn.add(stats.drawn_tokens, now)
 
+    def note_restart(self) -> None:
+        """The worker was started again."""
+        self._restarts += 1
+
     def note_gap(self, metrics: Mapping[str, float]) -> None:
         """A training batch has ended with these metrics; those of a batch without `logprobs` have no gap."""
         mean = metrics.get("logprob_gap_abs:mean")
@@ -165,6 +172,7 @@ class ThroughputMeter:
                 tokens_per_second=self._recent_drawn.rate(now, window),
             ),
             logprob_gap=self._gap(),
+            restarts=self._restarts,
         )
 
     def _gap(self) -> LogprobGap:

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from schemas.errors import TinsmithError
 from schemas.operations import Operation, OperationResult, SampleDelta
 from workers.faults import to_tinsmith_error
+from workers.reruns import unheeded
 
 _log = logging.getLogger("tinsmith.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class TurnNote:
+    """A turn of the worker that has just ended: `seconds` with the way there and back, `parts` of it inside of the
+    worker (as in `PassStats`), `tokens` of all operations in it, and how many operations that were."""
+
+    seconds: float
+    parts: Mapping[str, float]
+    tokens: int
+    operations: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Ticket:
         deaths: how often a server was killed while it executed this, in a row.
         left_over: whether an earlier server accepted it.
         begun: whether it may have begun before, in another process, so that `undo` is awaited at its first run too.
+        turn: told of each turn that computed a part of it, as it ends; before `done`. Must not block. None = nobody is.
         progress: takes new tokens of a sample as they are drawn: each token once, also when the sample has to begin
             again, and all of them before `done`. Must not block. None = nobody listens.
     """
@@ -52,6 +65,7 @@ class Ticket:
     undo: Callable[[], Awaitable[None]] | None = None
     begun: bool = False
     progress: Callable[[SampleDelta], None] | None = None
+    turn: Callable[[TurnNote], None] | None = None
     deaths: int = 0
     left_over: bool = False
 
@@ -77,6 +91,8 @@ class Entry:
     over: bool = False
     again: Callable[[OperationResult | TinsmithError], None] | None = None
     """Told the outcome of an operation that was settled before and is only executed again: nobody is answered."""
+    unwanted: bool = False
+    """It was cancelled, and ends as soon as what it took is known."""
     told: dict[int, int] = field(default_factory=dict)
     """Of a sample that streams: sequence -> how many of its tokens `progress` has had."""
     _loading: asyncio.Future[Operation] | None = None
@@ -153,9 +169,12 @@ class Desk:
         return sum((entry.ticket.model_id is not None) is training and not entry.running for entry in entries)
 
     def finish(self, entry: Entry, outcome: OperationResult | TinsmithError) -> None:
-        """Answer an entry; the second answer to the same one is dropped."""
+        """Answer an entry; the second answer to the same one is dropped. One that nobody wants has no other errors than
+        `Cancelled`."""
         if entry.over:
             return
+        if entry.unwanted and isinstance(outcome, TinsmithError):
+            outcome = unheeded(outcome, entry.told)
         entry.over = True
         entry.unload()
         if entry.again is not None:

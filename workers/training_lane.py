@@ -1,15 +1,14 @@
 """Executes training operations: batches and steps of many models in turns, everything else as a call of its own.
 
-Responsible for the life of the adapters on the worker (new, live, failed, set back, lost, freed) and for what a failure
-means to the operations behind it. Not responsible for turns (`workers/turn_runner.py`), for how a model is brought back
-(`workers/recovery.py`), nor for restarting workers (`workers/runtime.py`).
+Responsible for the life of the models (new, live, failed, closed) and for what a failure means to the operations behind
+it. Not responsible for turns (`workers/turn_runner.py`), for models that were set back (`workers/setbacks.py`), nor for
+restarting workers (`workers/runtime.py`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
@@ -28,31 +27,20 @@ from schemas.operations import (
     Operation,
     OperationResult,
 )
-from workers.adapters import Adapters, create_adapter, start_call
-from workers.recovery import MAX_DEATHS, MAX_SERVER_DEATHS, History, Recovery, lost
+from workers.adapters import Adapters, WorkerCall, create_adapter, start_call
+from workers.models import Model, Models
+from workers.recovery import MAX_DEATHS, MAX_SERVER_DEATHS, History
+from workers.reruns import MAX_RERUNS
 from workers.scheduler import TrainingLine
+from workers.setbacks import Failures, Setbacks
 from workers.snapshots import SnapshotPolicy, Snapshots
 from workers.throughput import ThroughputMeter
 from workers.tickets import Desk, Entry
-from workers.turn_runner import TurnRunner, WorkerCall, gone
+from workers.turn_runner import TurnRunner, gone
 from workers.turns import CALL_TOKENS, Composer, Heads
 
-MAX_RERUNS = 2
-"""How often work that a dying worker took with it is run again, if running it again is harmless."""
 COMPANION_SECONDS = 1.0
 """A model is waited for only this long after its last operation: one that is idle delays nobody."""
-
-
-@dataclass(slots=True)
-class _Model:
-    """An open training run. `error` is why it cannot be used any more: never created, or lost."""
-
-    live: bool = False
-    error: TinsmithError | None = None
-    seen: float = float("-inf")
-    """When it was last told of an operation or answered one."""
-    cut_off: frozenset[int] = frozenset()
-    """Operations that were in line already in an earlier process, and are to be submitted again."""
 
 
 class TrainingLane:
@@ -86,6 +74,10 @@ class TrainingLane:
         self._desk = desk
         self._death_limit = death_limit
         self._call = call
+        self._max_adapters = max_adapters
+        self._clock = clock
+        self._models = Models()
+        self._adapters = Adapters(call, clock)
         self._line = TrainingLine(gap_timeout)
         self._composer = Composer(self._line, Heads(), banned=self._banned, check=self._check, refuse=self._refuse)
         self._turns = TurnRunner(
@@ -96,25 +88,23 @@ class TrainingLane:
             is_open=lambda model_id: model_id in self._models,
             expects_company=self._expects_company,
             finish=self._finish,
-            distrust=self._distrust,
+            distrust=lambda model_ids: self._setbacks.distrust(model_ids),
             clock=clock,
         )
-        self._recovery: Recovery | None = None
-        self._snapshots: Snapshots | None = None
-        if history is not None:
-            self._recovery = Recovery(
-                history, call, wanted=self._line.waiting, failed=self._try_again, clock=clock, death_limit=death_limit
-            )
-            self._snapshots = Snapshots(history, call, policy, clock)
-        self._tell_lost = tell_lost
-        self._coming_back: str | None = None
-        """The model whose state is being restored."""
-        self._given_up: dict[str, TinsmithError] = {}
-        """Models that cannot be brought back, until that is recorded."""
-        self._max_adapters = max_adapters
-        self._clock = clock
-        self._models: dict[str, _Model] = {}
-        self._adapters = Adapters(call, clock)
+        self._snapshots = None if history is None else Snapshots(history, call, policy, clock)
+        self._setbacks = Setbacks(
+            self._models,
+            self._line,
+            self._turns,
+            self._adapters,
+            desk,
+            call,
+            history=history,
+            snapshots=self._snapshots,
+            tell_lost=tell_lost,
+            death_limit=death_limit,
+            clock=clock,
+        )
         self._single: Entry | None = None
         """The operation that runs as a call of its own."""
         self._again: deque[Entry] = deque()
@@ -124,7 +114,7 @@ class TrainingLane:
     def open_model(self, model_id: str) -> None:
         """Expect the operations of a training run, from seq_id 0."""
         if model_id not in self._models:
-            self._models[model_id] = _Model()
+            self._models[model_id] = Model()
             self._line.open_model(model_id)
 
     def reopen_model(self, model_id: str, next_seq: int, cut_off: frozenset[int]) -> None:
@@ -132,10 +122,9 @@ class TrainingLane:
 
         `cut_off`: seq_ids before it that are submitted next; they were under way, and run again in their places.
         """
-        assert self._recovery is not None
-        self._models[model_id] = _Model(cut_off=cut_off)
+        self._models[model_id] = Model(cut_off=cut_off)
         self._line.open_model(model_id, next_seq)
-        self._set_back(model_id, [])
+        self._setbacks.set_back(model_id, [])
 
     def submit(self, entry: Entry) -> None:
         """Queue an entry; one that can never run is answered at once."""
@@ -148,9 +137,9 @@ class TrainingLane:
                 raise model.error
             model.seen = self._clock()
             seq_id = entry.ticket.seq_id
-            if self._recovery is not None and seq_id in model.cut_off:
+            if seq_id in model.cut_off:
                 model.cut_off, entry.seq_id = model.cut_off - {seq_id}, seq_id
-                self._recovery.wait(model_id, entry)
+                self._setbacks.wait(model_id, entry)
                 return
             self._line.add(model_id, entry, model.seen)
             self._composer.prefetch()
@@ -167,7 +156,7 @@ class TrainingLane:
             return
         again = [entry for entry in self._again if entry.ticket.model_id == model_id]
         self._again = deque(entry for entry in self._again if entry.ticket.model_id != model_id)
-        waiting = [] if self._recovery is None else self._recovery.forget(model_id)
+        waiting = self._setbacks.forget(model_id)
         if self._snapshots is not None:
             self._snapshots.forget(model_id)
         for entry in [*again, *waiting, *self._turns.close(model_id), *self._line.close_model(model_id)]:
@@ -180,7 +169,7 @@ class TrainingLane:
         """Why an entry has no result yet, for people."""
         if entry in self._again:
             return "waiting to run again"
-        recovering = None if self._recovery is None else self._recovery.reason(entry.ticket.model_id or "")
+        recovering = self._setbacks.reason(entry.ticket.model_id or "")
         if recovering is not None:
             return recovering
         if entry.running:
@@ -203,7 +192,7 @@ class TrainingLane:
 
     def next_deadline(self) -> float | None:
         """When the lane wants to be looked at without news from outside."""
-        parts = (self._adapters, self._line, self._recovery, self._snapshots)
+        parts = (self._adapters, self._line, self._setbacks, self._snapshots)
         deadlines = [None if part is None else part.next_deadline() for part in parts]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
@@ -220,10 +209,10 @@ class TrainingLane:
         removed = await self._adapters.free_due(self._turns.forget_dropped)
         if removed:
             self._composer.parked.freed()
-        await self._record_given_up()
+        await self._setbacks.record_given_up()
         if self._snapshots is not None:
             await self._snapshots.advance(self._is_free)
-        brought = await self._bring_back_next()
+        brought = await self._setbacks.bring_back_some()
         if self._again:
             entry = self._again.popleft()
             entry.start()
@@ -238,7 +227,7 @@ class TrainingLane:
             await self._turns.forget_dropped()
         return removed or brought or due is not None
 
-    def lose_models(self) -> tuple[list[str], list[tuple[Entry, TinsmithError]]]:
+    def lose_models(self) -> tuple[list[str], Failures]:
         """The worker died with every adapter. Returns the models that are lost and the entries to fail, with errors.
 
         With a history, models are set back instead and their operations that were running run again. Models that were
@@ -249,17 +238,7 @@ class TrainingLane:
         self._adapters.lose()
         if self._snapshots is not None:
             self._snapshots.lose()
-        failed: list[tuple[Entry, TinsmithError]] = []
-        gone_models: list[str] = []
-        over_again = {self._coming_back} | {entry.ticket.model_id for entry in running if entry.again is not None}
-        self._coming_back = None
-        for model_id, model in self._models.items():
-            if not model.live and not self._back(model_id):
-                continue
-            if self._recovery is not None and self._set_back(model_id, [], died=model_id in over_again):
-                continue
-            gone_models.append(model_id)
-            failed += self._lose(model_id, lost(model_id, "it cannot be brought back"))
+        gone_models, failed = self._setbacks.worker_died(running)
         for entry in running:
             if not entry.over and entry.again is None:
                 failed += self._after_death(entry)
@@ -268,8 +247,7 @@ class TrainingLane:
     # -- what turns ask ---------------------------------------------------------------------------------------------
     def _check(self, model_id: str, operation: Operation) -> TinsmithError | None:
         """Why this model cannot run this operation."""
-        model = self._models.get(model_id)
-        if (model is not None and model.live) or _creates(operation):
+        if self._models.is_live(model_id) or _creates(operation):
             return None
         return NotFound(f"model {model_id!r} was never created", field="model_id", code="model_not_created")
 
@@ -286,116 +264,25 @@ class TrainingLane:
         model = self._models.get(model_id)
         if model is not None:
             model.seen = self._clock()
-            if isinstance(outcome, ModelLost) and entry.again is None and model.live and self._runs_again(entry):
+            lost_live = isinstance(outcome, ModelLost) and entry.again is None and model.live
+            if lost_live and self._setbacks.runs_again(entry):
                 return
-            if self._recovery is not None and self._back(model_id):  # set back earlier in the same turn
+            if self._setbacks.restoring(model_id):  # set back earlier in the same turn
                 entry.running = False
-                self._recovery.wait(model_id, entry)
+                self._setbacks.wait(model_id, entry)
                 return
             if self._snapshots is not None and ticket.seq_id is not None:
                 failed = isinstance(outcome, TinsmithError) and not isinstance(outcome, NonFiniteGradient)
                 self._snapshots.note(model_id, ticket.seq_id, ticket.size, ticket.changes and not failed)
         self._desk.finish(entry, outcome)
 
-    # -- bringing models back --------------------------------------------------------------------------------------
-    def _back(self, model_id: str) -> bool:
-        """Whether a model is on its way back and its state still has to be restored."""
-        return self._recovery is not None and self._recovery.restoring(model_id)
+    def _banned(self, entry: Entry) -> TinsmithError | None:
+        """Why an operation must not run at all."""
+        return _deadly("server") if entry.ticket.deaths >= self._death_limit else None
 
     def _is_free(self, model_id: str) -> bool:
         """Whether nothing of a model is open on the worker."""
-        model = self._models.get(model_id)
-        return model is not None and model.live and model_id not in self._composer.under_way
-
-    def _set_back(self, model_id: str, cut_off: list[Entry], *, died: bool = False) -> bool:
-        """Nothing of a model runs until it is brought back; False if that was tried too often."""
-        assert self._recovery is not None
-        self._models[model_id].live = False
-        if self._snapshots is not None:
-            self._snapshots.forget(model_id)
-        cut_off = [*cut_off, *self._line.set_back(model_id)]
-        for entry in cut_off:
-            entry.unload()
-        return self._recovery.begin(model_id, cut_off, died=died)
-
-    def _distrust(self, model_ids: set[str]) -> None:
-        """Nobody knows how far a call came with these models: they go back to what the log says."""
-        for model_id in model_ids:
-            if self._recovery is not None and self._is_live(model_id):
-                self._set_back(model_id, self._turns.close(model_id))
-
-    def _is_live(self, model_id: str) -> bool:
-        model = self._models.get(model_id)
-        return model is not None and model.live
-
-    def _runs_again(self, entry: Entry) -> bool:
-        """The worker has lost the state of one model (a damaged file, say): bring it back, and run this again."""
-        entry.attempts += 1
-        if self._recovery is None or entry.attempts > MAX_DEATHS:
-            return False
-        entry.running = False
-        model_id = entry.ticket.model_id or ""
-        self._set_back(model_id, [entry, *self._turns.close(model_id)])
-        return True
-
-    async def _bring_back_next(self) -> bool:
-        """Restore the state of one model; its operations after that state are then first in its queue."""
-        model_id = None if self._recovery is None else self._recovery.next_due()
-        if self._recovery is None or model_id is None:
-            return False
-        model, self._coming_back = self._models[model_id], model_id
-        await self._desk.close()  # what is being answered belongs to the past that it goes back to
-        try:
-            if model_id in self._adapters.on_worker:
-                await self._call("remove_adapter", model_id)
-            self._adapters.on_worker.add(model_id)
-            restored = await self._recovery.restore(model_id)
-        except WorkerDied:
-            raise
-        except TinsmithError as error:
-            self._coming_back = None
-            self._give_up(model_id, error)
-            await self._record_given_up()
-            return True
-        self._coming_back = None
-        if self._models.get(model_id) is not model:
-            self._adapters.free(model_id)
-        elif restored is not None:
-            model.live = restored.created
-            self._line.put_first(model_id, restored.project_id, restored.entries)
-        return True
-
-    def _try_again(self, model_id: str, error: TinsmithError) -> None:
-        """An operation that had succeeded failed when it was executed again: from the beginning, or not at all."""
-        if not self._is_live(model_id):  # it could not even be created
-            return
-        if not self._set_back(model_id, self._turns.close(model_id), died=True):
-            self._give_up(model_id, error)
-
-    def _give_up(self, model_id: str, error: TinsmithError) -> None:
-        """A model cannot be brought back: it is lost as soon as that is recorded, and runs nothing until then."""
-        if model_id in self._models:
-            error = error if isinstance(error, ModelLost) else lost(model_id, error.message)
-            self._given_up[model_id] = error
-            self._set_back(model_id, self._turns.close(model_id))
-
-    async def _record_given_up(self) -> None:
-        given_up, self._given_up = self._given_up, {}
-        if given_up:
-            await self._tell_lost(list(given_up))
-        for model_id, error in given_up.items():
-            if model_id in self._models:
-                for entry, reason in self._lose(model_id, error):
-                    self._desk.finish(entry, reason)
-                if model_id in self._adapters.on_worker:
-                    self._adapters.free(model_id)
-
-    def _lose(self, model_id: str, error: TinsmithError) -> list[tuple[Entry, TinsmithError]]:
-        """A model is lost; returns what waited for it, to be failed."""
-        model = self._models[model_id]
-        model.live, model.error = False, error
-        waiting = [] if self._recovery is None else self._recovery.forget(model_id)
-        return [(entry, error) for entry in [*waiting, *self._line.close_model(model_id)]]
+        return self._models.is_live(model_id) and model_id not in self._composer.under_way
 
     # -- calls of their own ----------------------------------------------------------------------------------------
     async def _run_single(self, entry: Entry) -> None:
@@ -436,12 +323,11 @@ class TrainingLane:
         return result
 
     async def _create(
-        self, call: WorkerCall, model_id: str, model: _Model, operation: CreateModel | LoadWeights
+        self, call: WorkerCall, model_id: str, model: Model, operation: CreateModel | LoadWeights
     ) -> OperationResult:
         if model.live:
             raise InvalidRequest(f"model {model_id!r} exists already", field="model_id")
-        coming = 0 if self._recovery is None else self._recovery.waiting
-        if len(self._adapters.on_worker) + coming >= self._max_adapters:
+        if len(self._adapters.on_worker) + self._setbacks.waiting >= self._max_adapters:
             raise InvalidRequest(
                 f"this base model already trains {self._max_adapters} models, its limit",
                 hint="finish a session that is no longer needed, or ask the operator to raise max_adapters",
@@ -470,7 +356,7 @@ class TrainingLane:
             self._desk.finish(waiting, model.error)
         return error
 
-    def _after_death(self, entry: Entry) -> list[tuple[Entry, TinsmithError]]:
+    def _after_death(self, entry: Entry) -> Failures:
         """What becomes of the operation that was running when the worker died."""
         model_id = entry.ticket.model_id or ""
         model = self._models.get(model_id)
@@ -480,10 +366,10 @@ class TrainingLane:
             return [(entry, gone())]
         if model.error is not None:
             return [(entry, model.error)]
-        if self._recovery is not None and self._back(model_id):
+        if self._setbacks.restoring(model_id):
             if entry.attempts <= MAX_DEATHS:
                 entry.unload()
-                self._recovery.wait(model_id, entry)
+                self._setbacks.wait(model_id, entry)
                 return []
             return [(entry, _deadly("worker"))]
         if entry.attempts <= MAX_RERUNS:
@@ -491,10 +377,6 @@ class TrainingLane:
             return []
         error = WorkerDied("the worker died each time that it created this model")
         return [(entry, self._note_failure(entry, error))]
-
-    def _banned(self, entry: Entry) -> TinsmithError | None:
-        """Why an operation must not run at all."""
-        return _deadly("server") if entry.ticket.deaths >= self._death_limit else None
 
 
 def _deadly(victim: str) -> WorkerDied:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from schemas.errors import EngineFailure, Gone, TinsmithError, WorkerDied, is_adapters_busy
 from schemas.fail_points import fail_point
@@ -21,14 +20,13 @@ from schemas.operations import (
     StepResult,
     TrainResult,
 )
+from workers.adapters import WorkerCall
 from workers.throughput import ThroughputMeter
-from workers.tickets import Entry
+from workers.tickets import Entry, TurnNote
 from workers.turns import Composer, OpenBatch, Turn
 
 _log = logging.getLogger("tinsmith.runtime")
 
-WorkerCall = Callable[..., Awaitable[Any]]
-"""(method, arguments, `executes`: the operations that the call executes) -> what the worker returned."""
 GATHER_SECONDS = 0.005
 """How long a turn that is not half full waits, once, for other models: clients that were answered together come back
 together, a few milliseconds later. Measured with passes of 30 ms: two clients get a fifth more tokens per second, eight
@@ -103,6 +101,7 @@ class TurnRunner:
                 self._fail(turn, error)
             else:
                 fail_point("turn.after_call")
+                self._tell(turn, result.stats, began)
                 unused = self._settle(turn, result.outcomes)
                 self._measure(turn, result.stats, began, unused)
         self._turn = None
@@ -227,6 +226,13 @@ class TurnRunner:
     def _measure(self, turn: Turn, stats: PassStats, began: float, unused: int) -> None:
         now, tokens = self._clock(), turn.tokens - unused
         self._meter.add(stats, tokens=tokens, budget=turn.budget, steps=len(turn.steps), busy=now - began, now=now)
+
+    def _tell(self, turn: Turn, stats: PassStats, began: float) -> None:
+        listening = [entry.ticket.turn for entry in turn.entries() if entry.ticket.turn is not None]
+        if listening:
+            note = TurnNote(self._clock() - began, dict(stats.seconds), turn.tokens, len(turn.entries()))
+            for tell in listening:
+                tell(note)
 
     def _abandon(self, batch: OpenBatch) -> None:
         """No more turns for a batch; the worker forgets it with the next call, if it was sent."""

@@ -1,7 +1,7 @@
 """What goes into one call of the worker: datums and steps of several models, up to a number of tokens.
 
 Responsible for the composition of turns and for reading operations back just in time. Not responsible for who is next
-(`workers/scheduler.py`), nor for running a turn and answering its operations (`workers/training_lane.py`).
+(`workers/scheduler.py`), nor for running a turn and answering its operations (`workers/turn_runner.py`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import ray
 from ray import serve
 
 from schemas.errors import TinsmithError
@@ -15,7 +16,7 @@ from schemas.operations import Sample
 from tests.workers.harness import Client
 from workers.ray.sampler_client import SamplerClient
 from workers.ray.sampler_options import SamplerOptions
-from workers.ray.sampler_replica import Begun, SampleRequest
+from workers.ray.sampler_replica import Begun, LastWords, SampleRequest
 from workers.ray.samplers import DEPLOYMENT, most_ongoing, sampler_application
 from workers.spec import WorkerSpec
 
@@ -76,7 +77,8 @@ def worker_pid(replica: int) -> int:
 async def begun_on(name: str, sample: Sample, key: str, request_id: str) -> str:
     """Draw a sample; the replica that did."""
     handle = serve.get_app_handle(name).options(stream=True, method_name="sample", multiplexed_model_id=key)
-    items = [item async for item in handle.remote(SampleRequest(request_id, "p", sample, False))]
+    last_words = ray.remote(LastWords).options(num_cpus=0).remote()
+    items = [item async for item in handle.remote(SampleRequest(request_id, "p", sample, False, last_words))]
     assert not isinstance(items[-1], TinsmithError)
     assert isinstance(items[0], Begun)
     return items[0].replica

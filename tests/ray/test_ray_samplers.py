@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
-from schemas.errors import Gone, InvalidRequest, NotFound, Unavailable
+from schemas.errors import Cancelled, InvalidRequest, NotFound, Unavailable
 from schemas.operations import (
     CreateModel,
     LoraSpec,
@@ -94,12 +95,12 @@ async def test_replicas_come_under_load_and_go_after_it(tools: ModuleType) -> No
     with tools.deployed(tools.SLOW, options) as name:
         async with tools.client_of(name, tools.SLOW) as (_, client):
             assert tools.replicas(name) == 1
-            samples = [client.submit(sample(1 + i, tokens=100)) for i in range(24)]
-            most = 0
-            while not all(outcome.done() for outcome in samples):
-                most = max(most, tools.replicas(name))
-                await asyncio.sleep(0.2)
-            assert most == 2, "nothing was added under load"
+            samples: list[asyncio.Future[Any]] = []
+            async with asyncio.timeout(120):  # a replica takes its time to start: the load lasts until it is there
+                while tools.replicas(name) < 2:
+                    waiting = sum(not outcome.done() for outcome in samples)
+                    samples += [client.submit(sample(1 + i, tokens=100)) for i in range(24 - waiting)]
+                    await asyncio.sleep(0.2)
             for outcome in samples:
                 [sequence] = (await value(outcome)).sequences
                 assert sequence.tokens.tolist() == SLOWLY[:100]
@@ -117,8 +118,11 @@ async def test_a_cancelled_sample_stops_decoding_and_waiting_ones_are_held_back_
             behind = client.submit(sample(2, tokens=4), request_id="behind")
             await until(lambda: (samplers.waiting("behind").reason or "").startswith("waiting for a sampling replica"))
             samplers.cancel("long")
-            with pytest.raises(Gone, match="cancelled"):
-                await value(long)
+            with pytest.raises(Cancelled) as stopped:
+                await value(long, 60)
+            heard = sum(len(delta.tokens) for delta in told)
+            assert heard <= stopped.value.drawn_tokens <= heard + 8, "a turn more than was told"
+            assert stopped.value.prompt_tokens == 2
             assert len((await value(behind, 20)).sequences[0].tokens) == 4, "100 s of the long one were in its way"
             count = len(told)
             await asyncio.sleep(0.5)
@@ -133,8 +137,9 @@ async def test_a_cancelled_sample_stops_decoding_and_waiting_ones_are_held_back_
             late = other.submit(sample(2, tokens=10))
             assert (samplers.waiting("q-0").reason or "").startswith(("next", "waiting for its turn"))
             samplers.cancel("p-29")
-            with pytest.raises(Gone):
+            with pytest.raises(Cancelled) as never_begun:
                 await value(first[-1])
+            assert never_begun.value.drawn_tokens == never_begun.value.prompt_tokens == 0
             await value(late, 30)
             assert sum(outcome.done() for outcome in first) < 20, "a project with many samples held up another one"
             assert len(client.loads) < 30, "waiting samples are not read ahead of time"
@@ -158,7 +163,7 @@ async def test_samples_go_to_the_replica_that_has_their_adapter(tools: ModuleTyp
     for folder in folders:
         homes[folder] = await tools.begun_on(pair, sample(1, tokens=2, folder=folder), folder, f"first-{folder}")
     assert len(set(homes.values())) == 2, "all went to one replica: nothing is shown"
-    await asyncio.sleep(1.0)  # until the router has heard
+    await asyncio.sleep(5.0)  # until the router has heard: replicas tell it every tenth of a second
     for turn, folder in itertools.product(range(4), folders):
         where = await tools.begun_on(pair, sample(1, tokens=2, folder=folder), folder, f"{turn}-{folder}")
         assert where == homes[folder]

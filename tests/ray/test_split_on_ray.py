@@ -15,6 +15,7 @@ from tinker import types
 from tests.fault.harness import MODEL, sdk, serving
 from tests.ray.serve_cluster import RayProcesses, ray_processes
 from tests.ray.test_serve_on_ray import Outcome, _patience, work  # noqa: F401 (a fixture)
+from tests.support.processes import freeze
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1200)]
@@ -67,7 +68,7 @@ def test_a_replica_draws_what_the_trainer_would_have_drawn(
             sampler = trainer.save_weights_and_get_sampling_client()
             params = types.SamplingParams(max_tokens=12, seed=5)
             before = sampler.sample(PROMPT, 1, params).result(timeout=400)
-            os.kill(cluster.worker(), signal.SIGSTOP)  # nothing can be drawn on the trainer's copy now
+            freeze(cluster.worker())  # nothing can be drawn on the trainer's copy now
             try:
                 again = sampler.sample(PROMPT, 1, params).result(timeout=120)
             finally:

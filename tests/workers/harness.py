@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -36,6 +37,21 @@ def toy_group(step_seconds: float = 0.0, max_rows: int = 64) -> InlineWorkerGrou
     return InlineWorkerGroup(
         lambda progress: TinkerActorRolloutRefWorker(ToyEngine(), ToySampler(step_seconds, max_rows), INFO)
     )
+
+
+def gate_of(group: InlineWorkerGroup) -> threading.Event:
+    """Until it is set, the worker stands still when it opens a batch that says so: `batch(..., held=1)`."""
+    gate = threading.Event()
+    engine = group.worker.actor.engine
+    open_operation = engine.open_operation
+
+    def later(operation_id: str, batch: TrainBatch) -> None:
+        if batch.loss_config.get("held"):
+            gate.wait(60)
+        open_operation(operation_id, batch)
+
+    engine.open_operation = later
+    return gate
 
 
 def create(seed: int = 1, rank: int = 8) -> CreateModel:

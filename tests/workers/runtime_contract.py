@@ -196,7 +196,7 @@ class RuntimeContract:
 
     async def test_a_process_that_hangs_in_a_turn_is_replaced(self, group: ProcessGroup) -> None:
         """What was in the turn is answered as after a death; samples and new models go on with the next process."""
-        async with running(group, turn_timeout=0.5 * self.slack) as (runtime, client, lost):
+        async with running(group, turn_timeout=1.0 * self.slack) as (runtime, client, lost):
             for model_id in ("a", "b", "new"):
                 runtime.open_model(model_id)
             for model_id in ("a", "b"):

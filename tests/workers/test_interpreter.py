@@ -107,5 +107,5 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
     assert served.returncode == 1, served.stderr
     (line,) = [each for each in served.stderr.splitlines() if "cannot be served" in each]
     assert "engine 'veomni' needs an environment of its own" in line
-    assert "make engine-venv NAME=veomni" in line
+    assert "make engine-venv NAME=veomni" in served.stderr
     assert "Traceback" not in served.stderr

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
+from dataclasses import replace
 
+import pytest
+
+from schemas.errors import Unavailable
 from schemas.operations import LoraSpec
+from tests.support.processes import ended
 from tests.workers.group_contract import SPEC, GroupContract
 from workers.environment import worker_environment
 from workers.local import LocalWorkerGroup
@@ -26,14 +31,6 @@ class TestLocalGroup(GroupContract):
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(group.pids[0], number)
         assert await group.call("create_adapter", "a", LoraSpec(8, seed=1)) == 1
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_children_die_with_a_killed_server() -> None:
@@ -56,13 +53,13 @@ def test_children_die_with_a_killed_server() -> None:
     assert server.stdout is not None
     with server.stdout:
         pid = int(server.stdout.readline())
-    assert alive(pid)
+    assert not ended(pid)
     server.kill()
     server.wait()
-    deadline = time.monotonic() + 5
-    while alive(pid) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while not ended(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    outlived = alive(pid)
+    outlived = not ended(pid)
     if outlived:
         os.kill(pid, signal.SIGKILL)
     assert not outlived, "the worker outlived its server"
@@ -84,3 +81,13 @@ def test_environment_of_a_rank() -> None:
     own = worker_environment(SPEC, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"})
     assert own["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=1"
     assert "OMP_NUM_THREADS" not in worker_environment(WorkerSpec("toy", None, "x"), {})
+
+
+async def test_what_a_rank_logs_is_in_the_servers_log(caplog: pytest.LogCaptureFixture) -> None:
+    group = LocalWorkerGroup(replace(SPEC, builder="tests.workers.group_contract:no_such_builder"))
+    with caplog.at_level(logging.INFO), pytest.raises(Unavailable):
+        await group.start()
+    (record,) = [each for each in caplog.records if each.name == "tinsmith.worker"]
+    assert record.levelno == logging.ERROR
+    assert "cannot be loaded" in record.getMessage()
+    assert "no_such_builder" in str(record.exc_text)

@@ -119,6 +119,30 @@ async def test_a_model_comes_back_with_its_gradient_and_goes_on(tmp_path: Path, 
         assert ("restore_snapshot" in group.calls) == (policy is OFTEN)
 
 
+@pytest.mark.parametrize(("seconds", "least", "most"), [(60.0, 1, 6), (0.0, 20, 30)])
+async def test_models_that_come_back_within_their_time_share_their_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, least: int, most: int
+) -> None:
+    monkeypatch.setattr("workers.setbacks.RESTORE_SECONDS", seconds)
+    group, log = toy_group(), MemoryLog(tmp_path)
+    async with running(group, history=log, snapshots=NEVER) as (_, client, lost):
+        recorder = Recorder(client, log)
+        models = [f"model {number}" for number in range(20)]
+        for model_id in models:
+            await recorder.new(model_id)
+            for seq_id, operation in enumerate((batch(model_id), step(), batch(model_id)), start=1):
+                await recorder.run(operation, model_id, seq_id)
+        group.die()
+        before = len(group.turns)
+        await asyncio.gather(
+            *(value(client.submit(batch(model_id, backward=False), model_id, 4)) for model_id in models)
+        )
+        assert {weight(group, model_id) for model_id in models} == {(6.0, -5.0)}
+        assert group.calls.count("create_adapter") == 2 * len(models)
+        assert least <= len(group.turns) - before <= most
+        assert lost == []
+
+
 async def test_what_is_done_is_told_while_it_is_done(tmp_path: Path) -> None:
     group, log = toy_group(), MemoryLog(tmp_path)
     async with running(group, history=log, snapshots=NEVER, micro_batch_tokens=2) as (runtime, client, _):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
 
+from schemas.errors import Cancelled, WorkerDied
 from schemas.operations import Sample, SampleDelta, SamplingParams, TopK
-from workers.reruns import seeded, unheard
+from store.error_codec import error_from_json, error_to_json
+from workers.reruns import seeded, unheard, unheeded
 
 
 def delta(index: int, first: int, last: int, *, top: bool = False) -> SampleDelta:
@@ -46,3 +49,19 @@ def test_a_seed_depends_on_the_request_alone_and_a_given_one_stays() -> None:
     assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds.values())
     given = Sample(np.array([1]), SamplingParams(max_tokens=1, seed=7), 1, None)
     assert seeded(given, "a") is given
+
+
+def test_a_cancelled_sample_took_at_least_what_was_told_and_keeps_its_counts_on_the_way() -> None:
+    took = Cancelled(prompt_tokens=5, cached_tokens=2, drawn_tokens=7)
+    for outcome, told, drawn in (
+        (took, {}, 7),
+        (took, {0: 3, 1: 3}, 7),
+        (took, {0: 6, 1: 4}, 10),
+        (WorkerDied("gone"), {0: 2}, 2),
+    ):
+        found = pickle.loads(pickle.dumps(unheeded(outcome, told)))
+        assert isinstance(found, Cancelled)
+        assert (found.code, found.message, found.status) == ("cancelled", "the sample was cancelled", 410)
+        assert found.drawn_tokens == drawn
+        assert (found.prompt_tokens, found.cached_tokens) == ((5, 2) if outcome is took else (0, 0))
+    assert isinstance(error_from_json(error_to_json(took)), Cancelled)

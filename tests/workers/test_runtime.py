@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.errors import EngineFailure, Gone, InvalidRequest, NotFound, TinsmithError, Unavailable
 from schemas.operations import LoadWeights, Operation, SampleResult, SaveWeights, ZeroGrad
-from tests.workers.harness import batch, create, running, sample, step, toy_group, until, until_state, value
+from tests.workers.harness import batch, create, gate_of, running, sample, step, toy_group, until, until_state, value
 from workers.runtime import Ticket
 
 
@@ -154,13 +154,17 @@ async def test_models_and_projects_take_turns(micro_batch_tokens: int) -> None:
 
 
 async def test_of_one_model_at_most_one_operation_is_loaded_ahead() -> None:
-    async with running(toy_group(), micro_batch_tokens=2) as (runtime, client, _):
+    group = toy_group()
+    async with running(group, micro_batch_tokens=2) as (runtime, client, _):
         runtime.open_model("m")
         await value(client.submit(create(), "m", 0))
-        outcomes = [client.submit(batch("m", sleep=0.1 if seq_id == 2 else 0.0), "m", seq_id) for seq_id in range(1, 9)]
+        gate = gate_of(group)
+        outcomes = [client.submit(batch("m", held=float(seq_id == 2)), "m", seq_id) for seq_id in range(1, 9)]
         await outcomes[0]
+        await until(lambda: "p-3" in client.loads)
         await asyncio.sleep(0.05)
         assert client.loads == ["p-0", "p-1", "p-2", "p-3"]
+        gate.set()
         await asyncio.gather(*outcomes)
 
 
@@ -217,13 +221,15 @@ async def test_closing_fails_what_waits_even_while_an_operation_runs() -> None:
     async with running(group, micro_batch_tokens=2) as (runtime, client, _):
         runtime.open_model("m")
         await value(client.submit(create(), "m", 0))
-        current = client.submit(batch("m", sleep=0.1), "m", 1)
+        gate = gate_of(group)
+        current = client.submit(batch("m", held=1.0), "m", 1)
         behind = client.submit(batch("m"), "m", 2)
-        await asyncio.sleep(0.03)
+        await until(lambda: runtime.waiting("p-1").reason == "running")
         runtime.close_model("m")
         runtime.close_model("m")
         with pytest.raises(Gone):
             await value(behind)
+        gate.set()
         assert (await value(current)).metrics["loss:sum"] == -5.0
         with pytest.raises(NotFound):
             await value(client.submit(step(), "m", 3))
@@ -254,12 +260,14 @@ async def test_a_failed_removal_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_waiting_says_why() -> None:
-    async with running(toy_group(), micro_batch_tokens=2) as (runtime, client, _):
+    group = toy_group()
+    async with running(group, micro_batch_tokens=2) as (runtime, client, _):
         for model_id, project_id in (("m", "P"), ("n", "Q"), ("o", "P")):
             runtime.open_model(model_id)
             await value(client.submit(create(), model_id, 0, project_id=project_id))
-        outcomes = [client.submit(batch("m", sleep=0.1), "m", 1, "m1", "P")]
-        await asyncio.sleep(0.03)
+        gate = gate_of(group)
+        outcomes = [client.submit(batch("m", held=1.0), "m", 1, "m1", "P")]
+        await until(lambda: runtime.waiting("m1").reason == "running")
         outcomes += [client.submit(batch("m"), "m", seq_id, f"m{seq_id}", "P") for seq_id in (2, 3, 4)]
         assert [runtime.waiting(f"m{seq_id}").reason for seq_id in (1, 2, 3, 4)] == [
             "running",
@@ -274,6 +282,7 @@ async def test_waiting_says_why() -> None:
         reason = runtime.waiting("n1").reason or ""
         assert reason == "waiting for its turn: 1 other project is training, about 2 tokens ahead"
         assert runtime.waiting("unknown").state == "active"
+        gate.set()
         await asyncio.gather(*outcomes)
 
 
@@ -297,12 +306,15 @@ async def test_stop_drains_what_is_queued_and_refuses_new_work() -> None:
 
 
 async def test_stop_without_enough_grace_answers_everything() -> None:
-    async with running(toy_group()) as (runtime, client, _):
+    group = toy_group()
+    async with running(group) as (runtime, client, _):
         runtime.open_model("m")
+        gate = gate_of(group)
         outcomes = [client.submit(create(), "m", 0)]
-        outcomes += [client.submit(batch("m", sleep=0.2), "m", seq_id) for seq_id in range(1, 4)]
-        await asyncio.sleep(0.05)
+        outcomes += [client.submit(batch("m", held=1.0), "m", seq_id) for seq_id in range(1, 4)]
+        await until(lambda: runtime.waiting("p-1").reason == "running")
         await runtime.stop(grace=0.05)
+        gate.set()
         assert all(outcome.done() for outcome in outcomes)
         with pytest.raises(Unavailable):
             await value(outcomes[1])

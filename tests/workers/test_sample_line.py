@@ -118,3 +118,22 @@ def test_nothing_is_kept_of_projects_and_samples_that_are_done() -> None:
     assert not line._inside
     assert not line._paid
     assert len(line._shares) == 0
+
+
+def test_what_was_cut_off_is_paid_for_and_makes_nobody_look_shorter() -> None:
+    """Two projects with equal samples, of which one always leaves after 400 tokens: it pays for them."""
+    line = SampleLine()
+    drawn: Counter[str] = Counter()
+    for project_id in ("stays", "leaves"):
+        for _ in range(60):
+            line.add(sample(project_id))
+    for _ in range(60):
+        head = take(line, most=1000)
+        whole = head.ticket.project_id == "stays"
+        line.end(head, drawn=400, whole=whole)
+        drawn[head.ticket.project_id] += 400
+    assert abs(drawn["stays"] - drawn["leaves"]) <= 800, drawn
+    for _ in range(5):
+        head = take(line, most=1000)
+        line.end(head, drawn=0, whole=False)
+    assert line._drawn["leaves"] >= 256, "a sample that left at once says nothing of how long others are"

@@ -18,8 +18,8 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, TinsmithError, Unavailable, WorkerDied
-from schemas.operations import BaseModelInfo
 from workers.dispatch import RankAnswer, merge
 from workers.messages import Call
 from workers.ray.gang import Gang, GangOptions

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import ray
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, TinsmithError, Unavailable
-from schemas.operations import BaseModelInfo
 from workers.build import resolve_builder
 from workers.dispatch import invoke
 from workers.faults import to_tinsmith_error

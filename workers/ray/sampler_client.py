@@ -16,24 +16,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ray
 from ray.exceptions import (
     NodeDiedError,
     ObjectLostError,
     RayActorError,
+    RayError,
     RpcError,
+    TaskCancelledError,
     WorkerCrashedError,
 )
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
-from schemas.errors import EngineFailure, Gone, TinsmithError, Unavailable, WorkerDied
+from schemas.errors import Cancelled, EngineFailure, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Sample, SampleDelta, SampleResult, SampleStats
-from workers.ray.sampler_replica import Begun, GivenBack, SampleRequest
-from workers.reruns import seeded, unheard
+from workers.ray.sampler_replica import Begun, GivenBack, LastWords, SampleRequest
+from workers.reruns import MAX_RERUNS, seeded, unheard
 from workers.runtime import Load
 from workers.sample_line import SampleLine
 from workers.throughput import Throughput, ThroughputMeter
 from workers.tickets import Desk, Entry, QueueState, Ticket
-from workers.training_lane import MAX_RERUNS
 from workers.under_way import UnderWay
 
 _log = logging.getLogger("tinsmith.runtime")
@@ -42,6 +44,12 @@ _LOST = (RayActorError, ReplicaUnavailableError, NodeDiedError, ObjectLostError,
 """How the end of a replica looks from here."""
 _UNLIMITED = 1 << 31
 """Tokens that a sample without a limit may draw: the context length is known to the replicas only."""
+_LAST_WORDS_SECONDS = 10.0
+"""For which a cancelled sample waits for its replica to say what it took."""
+_UNBEGUN_SECONDS = 1.0
+"""The same, of one that is not known to have begun."""
+_TELLING_SECONDS = 60.0
+"""For the way there; the process through which replicas tell it may just be starting."""
 _PAUSE_SECONDS = 5.0
 """Before a sample is sent again that a replica gave back; Serve replaces it meanwhile."""
 
@@ -54,6 +62,8 @@ class _Drawing:
     sequences: int
     prompt: int
     """Tokens."""
+    response: Any = None
+    """Serve's stream of the run that is under way."""
 
 
 class SamplerClient:
@@ -69,6 +79,7 @@ class SamplerClient:
     def __init__(self, name: str, *, ahead: int) -> None:
         self.name = name
         self._handle: Any = None
+        self._last_words: Any = None
         self._failure: TinsmithError | None = None
         self._ahead = ahead
         self._desk = Desk(UnderWay().answering)
@@ -86,6 +97,8 @@ class SamplerClient:
         """Send samples to the application of this handle of Serve's from now on; those that run elsewhere stay there.
         Until the first call they wait here."""
         self._handle = handle.options(stream=True, method_name="sample")
+        if self._last_words is None:
+            self._last_words = ray.remote(LastWords).options(num_cpus=0, max_restarts=-1).remote()
         self._meter.begin(time.monotonic())
         self._wake.set()
 
@@ -116,13 +129,19 @@ class SamplerClient:
                 self._handing = asyncio.create_task(self._hand_over(), name=f"samples of {self.name}")
 
     def cancel(self, request_id: str) -> None:
-        """Nobody wants this sample any more: decoding stops before the replica's next turn."""
+        """Nobody wants this sample any more: decoding stops before the replica's next turn. It ends when its replica
+        has said what it took."""
         entry = self._desk.find(request_id)
-        if entry is None:
+        if entry is None or entry.unwanted:
             return
-        if not self._line.discard(entry) and entry in self._drawing:
-            self._drawing[entry].task.cancel()
-        self._desk.finish(entry, Gone("the sample was cancelled", code="cancelled"))
+        entry.unwanted = True
+        if entry in self._drawing:
+            response = self._drawing[entry].response
+            if response is not None:
+                response.cancel()
+            return
+        self._line.discard(entry)
+        self._desk.finish(entry, Cancelled())
         self._ended.set()
 
     def waiting(self, request_id: str) -> QueueState:
@@ -202,22 +221,28 @@ class SamplerClient:
     async def _draw(self, entry: Entry, sample: Sample) -> SampleResult | TinsmithError:
         """Run a sample on one replica after the other until it has an outcome."""
         try:
-            while True:
+            while not entry.unwanted:
                 outcome = await self._attempt(entry, sample)
                 if outcome is not None:
                     return outcome
+            return Cancelled()
         except Exception:
             _log.exception("sample %s failed on its way to a replica", entry.ticket.request_id)
             return EngineFailure("the sample failed on its way to a replica")
 
     def _end(self, entry: Entry, task: asyncio.Task[SampleResult | TinsmithError]) -> None:
-        """A sample is not drawn any more: answer it, unless it was cancelled, which has answered it."""
+        """A sample is not drawn any more: answer it, unless everything ends, which answers it."""
         drawing = self._drawing.pop(entry)
         outcome = None if task.cancelled() else task.result()
-        drawn = sum(len(s.tokens) for s in outcome.sequences) if isinstance(outcome, SampleResult) else None
-        self._line.end(entry, sequences=drawing.sequences, drawn=drawn)
+        prompt, drawn = drawing.prompt, None
+        if isinstance(outcome, SampleResult):
+            drawn = sum(len(sequence.tokens) for sequence in outcome.sequences)
+        elif isinstance(outcome, Cancelled):
+            prompt, drawn = outcome.prompt_tokens, outcome.drawn_tokens
+        whole = isinstance(outcome, SampleResult)
+        self._line.end(entry, sequences=drawing.sequences, drawn=drawn, whole=whole)
         if drawn is not None:
-            stats = SampleStats(prompt_tokens=drawing.prompt, drawn_tokens=drawn)
+            stats = SampleStats(prompt_tokens=prompt, drawn_tokens=drawn)
             self._meter.add_sampling(stats, busy=0.0, now=time.monotonic())
         if outcome is not None:
             self._desk.finish(entry, outcome)
@@ -231,8 +256,10 @@ class SamplerClient:
             entry.ticket.project_id,
             sample,
             stream=entry.ticket.progress is not None,
+            last_words=self._last_words,
         )
         response = self._handle.options(multiplexed_model_id=_adapter_key(sample)).remote(request)
+        self._drawing[entry].response = response
         last: SampleResult | TinsmithError | GivenBack | None = None
         try:
             last = await self._follow(entry, response)
@@ -241,10 +268,12 @@ class SamplerClient:
             return self._run_again(entry)
         except DeploymentUnavailableError:
             return Unavailable(f"the samplers of base model {self.name!r} cannot start")
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TaskCancelledError):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
+            if entry.unwanted:
+                return await self._cut_off(entry, request.request_id)
             return self._run_again(entry)  # the replica cancelled it: it is going away
         finally:
             if last is None:
@@ -253,6 +282,17 @@ class SamplerClient:
             await asyncio.sleep(_PAUSE_SECONDS)
             return self._run_again(entry)
         return last or EngineFailure("the replica gave no result for this sample")
+
+    async def _cut_off(self, entry: Entry, request_id: str) -> SampleResult | TinsmithError:
+        """How a sample ended that was cancelled on its replica; one that is lost with it has told nothing."""
+        seconds = _LAST_WORDS_SECONDS if entry.running else _UNBEGUN_SECONDS
+        try:
+            async with asyncio.timeout(_TELLING_SECONDS + seconds):
+                told: SampleResult | TinsmithError | None = await self._last_words.take.remote(request_id, seconds)
+        except (RayError, TimeoutError) as error:
+            _log.warning("what sample %s took is not known: %s", entry.ticket.request_id, type(error).__name__)
+            told = None
+        return told or Cancelled()
 
     async def _follow(self, entry: Entry, response: Any) -> SampleResult | TinsmithError | GivenBack | None:
         """Pass on what a replica tells; how it ends."""

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.errors import TinsmithError
+from schemas.errors import Cancelled, TinsmithError
 from schemas.operations import OperationResult, SampleDelta
 from workers.recovery import CREATION
 from workers.remote.messages import Header, NoteRefused, OpenModel, ReopenModel, Submit
 from workers.remote.places import Place
-from workers.reruns import unheard
-from workers.sampling_lane import cancelled
+from workers.reruns import unheard, unheeded
 from workers.tickets import QueueState, Ticket
 from workers.turn_runner import gone
 
@@ -147,6 +146,8 @@ class EdgeDesk:
         if entry is None:
             return None
         self._no_longer_waiting(entry)
+        if entry.cancelled and isinstance(outcome, TinsmithError):
+            outcome = unheeded(outcome, entry.told)
         ticket = entry.ticket
         place = self._places.get(ticket.model_id or "")
         if place is not None and ticket.seq_id is not None:
@@ -188,7 +189,7 @@ class EdgeDesk:
         """Why a ticket does not go to another server."""
         model_id = entry.ticket.model_id
         if model_id is None:
-            return cancelled() if entry.cancelled else None
+            return Cancelled() if entry.cancelled else None
         place = self._places.get(model_id)
         return gone() if place is None else place.error
 

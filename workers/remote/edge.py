@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import EngineFailure, TinsmithError, Unavailable
-from schemas.operations import BaseModelInfo
 from workers.recovery import History
 from workers.remote.desk import EdgeDesk
 from workers.remote.link import Link, LinkBroken

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError
-from schemas.operations import BaseModelInfo, OperationResult, SampleDelta, SavedSnapshot
+from schemas.operations import OperationResult, SampleDelta, SavedSnapshot
 from workers.messages import PICKLE_PROTOCOL
 from workers.recovery import Snapshot
 from workers.runtime import Load, State

@@ -124,12 +124,15 @@ async def test_servers_lost_again_and_again_leave_the_right_weights(tmp_path: Pa
                     await cluster.begin()
 
         breaking = asyncio.ensure_future(chaos())
-        for seq_id, operation in enumerate(steps(24, sleep=0.1), start=1):
-            await recorder.run(operation, "a", seq_id)
+        done = 0
+        for operation in steps(240, sleep=0.1):
+            await recorder.run(operation, "a", done := done + 1)
+            if done >= 24 and cluster.servers > 2:
+                break
         over.set()
         await breaking
-        forward = await value(client.submit(batch("a", backward=False), "a", 25))
-        assert forward.metrics["loss:sum"] == pytest.approx(-5.0 * expected(24)[0])
+        forward = await value(client.submit(batch("a", backward=False), "a", done + 1))
+        assert forward.metrics["loss:sum"] == pytest.approx(-5.0 * expected(done)[0])
         assert cluster.servers > 2
         assert lost == []
 
