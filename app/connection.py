@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.errors import error_body
+from app.security_headers import raw_headers
 from schemas.errors import InvalidRequest
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -21,6 +23,18 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 HEAD_SECONDS = 30.0
 """From the connection, or the first byte of a later request, to the end of the head."""
+
+
+def _announces_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip() != b"0") for name, value in headers
+    )
+
+
+def _has_other_coding(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether the body is coded otherwise than in chunks: the parser would take what it cannot read for the body."""
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    return codings not in ([], [b"chunked"])
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -31,6 +45,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread = 0
         """Bytes that came since the last piece of a body or the last whole head."""
+        self._head_ended = False
+        self._trailers = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected; its first head is due."""
@@ -52,19 +68,41 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
+        self._head_ended, self._trailers = False, 0
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One more header, or trailer."""
-        if len(self.headers) >= MAX_HEADERS:
+        """One more header, or trailer.
+
+        What trails a body is counted and dropped. Among the headers it would be taken for one, although a proxy in
+        front has looked at (and set, and removed) those only that came before the body.
+        """
+        if len(self.headers) + self._trailers >= MAX_HEADERS:
             self._refuse(431, f"a request has at most {MAX_HEADERS} headers", code="head_too_large")
             raise ValueError("too many headers")  # ends the parsing
-        super().on_header(name, value)
+        if self._head_ended:
+            self._trailers += 1
+        else:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """A whole head: the application takes over."""
+        """A whole head: the application takes over.
+
+        Nothing is upgraded here, but the parser stops at such a head: what follows would be read as the next request,
+        although a proxy in front may take it for this one's body. So there must be no body, and nothing follows.
+        """
         self._head_is_here()
+        self._head_ended = True
+        other_protocol = self.parser.should_upgrade()
+        if other_protocol and _announces_body(self.headers):
+            self._refuse(400, "a request with a body cannot ask for another protocol (Upgrade)", code="invalid_http")
+            raise ValueError("a body behind an upgrade")  # ends the parsing
+        if _has_other_coding(self.headers):
+            self._refuse(400, "Transfer-Encoding is chunked, once, or not there", code="invalid_http")
+            raise ValueError("another coding than chunks")  # ends the parsing
         super().on_headers_complete()
+        if other_protocol:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body: its own limits hold."""
@@ -87,6 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
             body = json.dumps(error_body(InvalidRequest(message, code=code), None)).encode()
             self.transport.write(
                 STATUS_LINE[status]
+                + raw_headers()
                 + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
                 + body
             )

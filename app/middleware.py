@@ -1,7 +1,8 @@
 """What surrounds every request: its id, its line in the log, the safety net, the Host check, the drain gate, the limit.
 
-Pure ASGI, so that bodies stream through and nothing is buffered. Outermost first: `RequestContext`, `HostCheck`,
-`DrainGate`, `app.auth.AuthMiddleware`, `BodyLimit`. Not responsible for identity (`app/auth.py`).
+Pure ASGI, so that bodies stream through and nothing is buffered. Outermost first: `SecurityHeaders`
+(`app/security_headers.py`), `RequestContext`, `HostCheck`, `DrainGate`, `app.auth.AuthMiddleware`,
+`app.fair_requests.FairRequests`, `BodyLimit`. Not responsible for identity (`app/auth.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from schemas.errors import InvalidRequest, TinsmithError, Unavailable
 logger = logging.getLogger(__name__)
 access = logging.getLogger("app.access")
 
+_HOST = re.compile(r"((?P<name>[a-z0-9._-]+)|\[(?P<bracketed>[0-9a-f:.]+)\])(:\d{0,5})?|(?P<bare>[0-9a-f:.]+)")
+"""The value of a Host header: a name or an IPv4 address, or an IPv6 address, in brackets if a port follows."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 QUIET_PATHS = frozenset(
     {
@@ -71,12 +74,8 @@ LARGE_SLACK = 1024 * 1024
 CONTROL_LIMIT = 4 * 1024 * 1024
 """Bytes of a body of every other route: what is parsed in the event loop must be small."""
 
-_SECURITY_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "X-Frame-Options": "DENY",
-    "Cache-Control": "no-store",
-}
+IMPORT_PATH = "/api/v1/checkpoints/import"
+"""Streams its body to the disk under a limit of its own, of which `LARGE_SLACK` is for the fields beside the file."""
 
 
 class RequestContext:
@@ -111,10 +110,7 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = request_id
-                for name, value in _SECURITY_HEADERS.items():
-                    headers.setdefault(name, value)
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
         try:
@@ -200,12 +196,13 @@ class BodyLimit:
     """Stops bodies that are too large (413), by their declared length or while they stream in.
 
     The routes of `LARGE_PATHS` enforce `limit` (bytes) themselves; for them this is a backstop, a little later. All
-    others get at most `CONTROL_LIMIT`.
+    others get at most `CONTROL_LIMIT`, but for `IMPORT_PATH`, which gets `import_limit`.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+    def __init__(self, app: ASGIApp, *, limit: int, import_limit: int) -> None:
         self._app = app
         self._limit = limit
+        self._import_limit = import_limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -213,6 +210,8 @@ class BodyLimit:
             return
         large = scope["path"] in LARGE_PATHS
         limit = self._limit + LARGE_SLACK if large else min(self._limit, CONTROL_LIMIT)
+        if scope["path"] == IMPORT_PATH:
+            limit = self._import_limit + LARGE_SLACK
         declared = 0 if large else _declared_length(scope)
         received = 0
 
@@ -250,11 +249,12 @@ def _declared_length(scope: Scope) -> int:
 
 
 def _host_name(value: str) -> str:
-    """`example.org:80` -> `example.org`, `[::1]:80` -> `::1`."""
-    value = value.strip().lower()
-    if value.startswith("["):
-        return value[1:].partition("]")[0]
-    return value.rpartition(":")[0] if value.count(":") == 1 else value
+    """`example.org:80` -> `example.org`, `[::1]:80` -> `::1`; empty for anything else.
+
+    Strict, because addresses that the server hands out begin with this text: `name:80@elsewhere` is another host.
+    """
+    match = _HOST.fullmatch(value.strip().lower())
+    return "" if match is None else match["name"] or match["bare"] or match["bracketed"]
 
 
 def _is_address(host: str) -> bool:

@@ -51,7 +51,7 @@ def parse_request(body: bytes, model: type[M]) -> M:
     try:
         return model.model_validate(parse_json(body))
     except ValidationError as error:
-        raise validation_error(error.errors(include_url=False)) from None
+        raise validation_error(error.errors(include_url=False), model) from None
 
 
 def canonical_json(value: Any) -> bytes:

@@ -23,7 +23,7 @@ _RESOURCES: Mapping[EventType, str | None] = {
     "teams": "team",
     "organizations": "organization",
 }
-"""There are no teams and organizations here, so nothing ever happens to them; sessions and keys are in `all`."""
+"""There are no teams and organizations here, so nothing ever happens to them; everything else is in `all` only."""
 
 
 @dataclass(frozen=True, slots=True)

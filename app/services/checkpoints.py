@@ -7,7 +7,7 @@ Not responsible for the contents of a folder (engines) or its place on disk (`st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.services.operations import Rows
 from app.services.paths import CheckpointPath, parse_path
+from app.services.submission import Rows
 from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, NotFound
 from schemas.fail_points import fail_point
 from schemas.operations import SavedAdapter
@@ -47,6 +47,8 @@ class NewCheckpoint:
     ttl_seconds: int | None
     overwrite: bool
     encrypted: bool = False
+    key_id: str | None = None
+    """The key that asked for it; None if a server that did not keep it accepted the request."""
 
 
 class Checkpoints:
@@ -75,7 +77,7 @@ class Checkpoints:
         """As `readable`, without what is only public."""
         record = await self.readable(project_ids, path, field=field)
         if record.project_id not in project_ids:
-            raise NotFound(f"no checkpoint {path!r}", field=field)
+            raise NotFound(f"there is no checkpoint {path!r}", field=field)
         return record
 
     async def find(self, project_id: str, path: CheckpointPath, *, field: str = "path") -> CheckpointRecord:
@@ -84,7 +86,7 @@ class Checkpoints:
 
     def _present(self, record: CheckpointRecord | None, path: CheckpointPath, field: str) -> CheckpointRecord:
         if record is None or self.expired(record):
-            raise NotFound(f"no checkpoint {str(path)!r}", field=field)
+            raise NotFound(f"there is no checkpoint {str(path)!r}", field=field)
         return record
 
     def expired(self, record: CheckpointRecord) -> bool:
@@ -160,6 +162,7 @@ class Checkpoints:
                 now=now,
                 overwrite=overwrite,
                 encrypted=new.encrypted,
+                by=new.key_id,
             )
             if replaced is not None:
                 self._replaced.append(replaced)
@@ -167,14 +170,16 @@ class Checkpoints:
         return rows
 
     async def remove_folder(self, folder: str) -> None:
-        """Remove a folder that no record names (a failed save); absent folders are fine.
+        """Remove a folder that no record ever named (a failed save, or what an attempt at one left); absent folders are
+        fine.
 
         One that the disk does not let go of stays until the next start sweeps it: nobody's request fails for it.
         """
-        try:
-            await self._artifacts.delete(folder)
-        except OSError:
-            logger.exception("a checkpoint folder that no record names could not be removed")
+        await _quietly(self._artifacts.delete(folder))
+
+    async def _retire_folder(self, folder: str) -> None:
+        """The same for one that a record named: whoever was told to read it may do so."""
+        await _quietly(self._artifacts.retire(folder))
 
     async def delete(self, project_id: str, path: CheckpointPath, *, by: str) -> None:
         """Delete a checkpoint of this project. `by` is the id of the key that asked. Raises `NotFound`."""
@@ -189,7 +194,7 @@ class Checkpoints:
             fail_point("checkpoint.replaced")
         for folder in replaced:
             if folder not in named:
-                await self.remove_folder(folder)
+                await self._retire_folder(folder)
 
     async def _remove(self, checkpoint_id: str, reason: str, by: str | None) -> None:
         """Forget a checkpoint first, then remove its files: a row always means usable files."""
@@ -199,7 +204,7 @@ class Checkpoints:
         )
         fail_point("checkpoint.forgotten")
         if folder is not None:
-            await self.remove_folder(folder)
+            await self._retire_folder(folder)
 
     async def set_expiry(self, project_id: str, path: CheckpointPath, ttl_seconds: int | None, *, by: str) -> None:
         """Let a checkpoint of this project expire `ttl_seconds` from now, or never. Raises as `delete`."""
@@ -251,3 +256,10 @@ def path_of(record: CheckpointRecord) -> CheckpointPath:
     if record.name is None:
         raise ValueError("an ephemeral checkpoint has no path")
     return CheckpointPath(record.model_id, record.kind, record.name)
+
+
+async def _quietly(removal: Awaitable[None]) -> None:
+    try:
+        await removal
+    except OSError:
+        logger.exception("a checkpoint folder that no record names could not be removed")

@@ -71,7 +71,7 @@ class Completions:
         Raises:
             NotFound: this project has no such sampling session.
         """
-        if await self._store.read(lambda db: samplers.get_sampler(db, project_id, sampler_id)) is None:
+        if await self._store.look_up(lambda db: samplers.get_sampler(db, project_id, sampler_id)) is None:
             raise NotFound(f"no sampling session {sampler_id[:200]!r}", field="target.sampling_session_id")
         first = clone * CLIENT_BLOCK
         client = Client(project_id, sampler_scope(sampler_id), first, first + CLIENT_BLOCK - 1)

@@ -15,8 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.access import readers
 from app.services.checkpoints import Checkpoints, path_of
+from app.services.limit_charges import check_storage
 from app.services.paths import CheckpointPath, model_id_of
 from app.services.runs import require_active
+from app.services.tenant_limits import TenantLimits
 from app.services.training import creation_scope, request_digest
 from schemas.errors import Gone, NotFound, SeqIdConflict
 from schemas.fail_points import fail_point
@@ -49,12 +51,25 @@ class CopyOrder:
 
 
 class Copies:
-    """Copies checkpoints. `new_id` makes ids of at least 128 random bits; `clock` is the time, aware UTC."""
+    """Copies checkpoints.
+
+    Args:
+        limits: of projects and keys.
+        new_id: makes ids of at least 128 random bits.
+        clock: the time, aware UTC.
+    """
 
     def __init__(
-        self, store: Store, checkpoints: Checkpoints, *, new_id: Callable[[], str], clock: Callable[[], datetime]
+        self,
+        store: Store,
+        checkpoints: Checkpoints,
+        *,
+        limits: TenantLimits,
+        new_id: Callable[[], str],
+        clock: Callable[[], datetime],
     ) -> None:
         self._store = store
+        self._limits = limits
         self._checkpoints = checkpoints
         self._new_id = new_id
         self._clock = clock
@@ -72,6 +87,7 @@ class Copies:
             NotFound: no such checkpoint to read, project or session.
             InvalidRequest: the token is not a key; `SeqIdConflict`: the place or the key was used for another request.
             Gone: the session is over.
+            OverLimit: the copy does not fit into the bytes that checkpoints may take.
         """
         request = order.request
         if request.destination_project_id not in (None, order.project_id):
@@ -81,22 +97,27 @@ class Copies:
                 hint="a copy goes into the project of the API key; another one's checkpoint is read by an access token",
             )
         scope, seq_id = self._place(order)
-        known = await self._store.read(lambda db: log.find_operation(db, order.project_id, scope, seq_id))
+        known = await self._store.look_up(lambda db: log.find_operation(db, order.project_id, scope, seq_id))
         if known is not None:
             return _answer(known, request_digest(request))
         if request.session_id is not None:
             session_id = request.session_id
-            await self._store.read(lambda db: require_active(db, order.project_id, session_id))
+            await self._store.look_up(lambda db: require_active(db, order.project_id, session_id))
         allowed = await readers(self._store, order.project_id, order.access_token, field=TOKEN_HEADER)
         source = await self._checkpoints.owned_by(allowed, request.source_path, field="source_path")
         checkpoint_id, folder = self._checkpoints.draw_folder()
         await self._checkpoints.copy_folder(source.folder, folder)
         fail_point("copy.linked")
-        made = False
+        made, effective = False, await self._limits.effective(order.project_id, order.key_id)
+
+        async def write(db: AsyncSession) -> tuple[OperationRecord, bool]:
+            record, created = await self._record(db, order, source, scope, seq_id, checkpoint_id, folder)
+            if created and effective is not None:
+                await check_storage(db, effective)
+            return record, created
+
         try:
-            record, made = await self._store.write(
-                lambda db: self._record(db, order, source, scope, seq_id, checkpoint_id, folder)
-            )
+            record, made = await self._store.write(write)
             fail_point("copy.recorded")
         finally:
             if not made:
@@ -136,7 +157,7 @@ class Copies:
         if not created:
             return record, False
         if await rows.get_checkpoint(db, source.project_id, source.checkpoint_id) is None:  # so its files may be going
-            raise NotFound(f"no checkpoint {request.source_path!r}", field="source_path")
+            raise NotFound(f"there is no checkpoint {request.source_path!r}", field="source_path")
         run_id = await self._run(db, order, source, now)
         path = CheckpointPath(run_id, source.kind, source.name or "")
         await rows.create_checkpoint(
@@ -157,6 +178,7 @@ class Copies:
             expires_at=None if request.ttl_seconds is None else now + timedelta(seconds=request.ttl_seconds),
             now=now,
             overwrite=False,
+            by=order.key_id,
         )
         details = {"model_id": run_id, "kind": source.kind, "name": source.name, "key_id": order.key_id}
         await add_event(db, order.project_id, "checkpoint_copied", now, {**details, "source": str(path_of(source))})
@@ -185,6 +207,7 @@ class Copies:
             user_metadata={} if origin is None else origin.user_metadata,
             optimizer_type=source.optimizer_type,
             now=now,
+            key_id=order.key_id,
         )
         await runs.set_run_state(db, model_id, "closed")
         return model_id

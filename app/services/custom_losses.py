@@ -53,9 +53,9 @@ class CustomLosses:
         Raises: `NotFound`, `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
         """
         session_id = request.session_id
-        found = await self._store.read(lambda db: sessions.get_session(db, project_id, session_id))
+        found = await self._store.look_up(lambda db: sessions.get_session(db, project_id, session_id))
         if found is None:  # hide other projects' sessions before the log is asked about their scope
-            await self._store.read(lambda db: require_active(db, project_id, session_id))
+            await self._store.look_up(lambda db: require_active(db, project_id, session_id))
         graph = await asyncio.to_thread(_checked_graph, request)
         number, now = request.custom_loss_seq_id, self._clock()
         loss_id = f"{session_id}:loss:{number}"
@@ -96,7 +96,7 @@ class CustomLosses:
 
         Raises: `NotFound` if the project has no such loss, `InvalidRequest` if an example lacks an input.
         """
-        graph = await self._store.read(lambda db: custom_losses.get_graph(db, project_id, loss_id))
+        graph = await self._store.look_up(lambda db: custom_losses.get_graph(db, project_id, loss_id))
         if graph is None:
             raise NotFound(f"no custom loss {loss_id[:200]!r}", field="loss_fn_config.loss_id")
         inputs = [LossInput(**entry) for entry in json.loads(graph)["inputs"]]

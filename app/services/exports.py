@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,8 @@ from app.services.age_encryption import SUFFIX
 from app.services.checkpoints import Checkpoints
 from app.services.paths import CheckpointPath
 from app.services.signed_urls import SignedUrls
-from engines.checkpoint_files import folder_problems
+from app.services.verified import VerifiedFiles
+from engines.checkpoint_files import checksums
 from schemas.errors import EngineFailure, InvalidRequest, NotFound
 from store.artifacts import ArtifactStore
 from store.records import CheckpointRecord
@@ -42,6 +44,16 @@ class Download:
     """To be called when all files are open, or are not wanted any more: until then they stay."""
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedFile:
+    """A file that its owner may fetch: `address` is path and query below the root of the API."""
+
+    name: str
+    address: str
+    size_bytes: int
+    sha256: str | None
+
+
 class Exports:
     """Hands out adapters, file by file or as an archive."""
 
@@ -49,6 +61,7 @@ class Exports:
         self._checkpoints = checkpoints
         self._signed = signed
         self._artifacts = artifacts
+        self._verified = VerifiedFiles()
 
     async def addresses(self, project_id: str, path: CheckpointPath) -> tuple[Mapping[str, str], datetime]:
         """File name -> address (path and query below the root of the API), and when the addresses end.
@@ -67,6 +80,29 @@ class Exports:
         expires = self._signed.expiry()
         return {name: self._signed.sign(record.checkpoint_id, name, expires) for name in files_of(record)}, expires
 
+    async def files(self, project_id: str, path: CheckpointPath) -> tuple[Sequence[OfferedFile], datetime]:
+        """The files of a checkpoint of any kind, each with its address, and when the addresses end.
+
+        Raises:
+            NotFound: no such checkpoint in this project, or its files are gone.
+            Unavailable: the files cannot be had now.
+        """
+        record = await self._checkpoints.find(project_id, path, field="checkpoint_id")
+        expires = self._signed.expiry()
+        with ExitStack() as held:
+            held.callback(self._artifacts.hold(record.folder))
+            folder = await self._artifacts.fetch(record.folder)
+            sums = {} if record.encrypted else await asyncio.to_thread(checksums, folder)
+            try:
+                sizes = {name: (folder / name).stat().st_size for name in files_of(record)}
+            except FileNotFoundError:
+                raise NotFound("these files are gone from the server's disk") from None
+        offered = [
+            OfferedFile(name, self._signed.sign(record.checkpoint_id, name, expires), size, sums.get(name))
+            for name, size in sizes.items()
+        ]
+        return offered, expires
+
     async def archive_address(self, project_id: str, path: CheckpointPath) -> tuple[str, datetime]:
         """The address of a tar of the adapter's files, for checkpoints of every kind. Raises `NotFound`."""
         record = await self._checkpoints.find(project_id, path, field="checkpoint_id")
@@ -74,7 +110,7 @@ class Exports:
         return self._signed.sign(record.checkpoint_id, ARCHIVE, expires), expires
 
     async def download(self, checkpoint_id: str, name: str, expires: int, signature: str) -> Download:
-        """What is behind a signed address; files are read once before, and must have their checksums.
+        """What is behind a signed address; files must have their checksums, which `verified.py` compares before.
 
         Raises:
             NotFound: any other address, or the files are deleted.
@@ -100,7 +136,7 @@ class Exports:
         if not all(path.is_file() for path in files.values()):
             raise NotFound("these files are gone from the server's disk")
         # What is encrypted carries a seal of its own, which only its recipient can check.
-        problems = [] if record.encrypted else await asyncio.to_thread(folder_problems, folder, names)
+        problems = [] if record.encrypted else await self._verified.problems(folder, names)
         if problems and await self._checkpoints.by_id(checkpoint_id) is None:
             raise NotFound("these files were deleted")
         if problems:

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from pathlib import Path
 
-from schemas.errors import Unavailable
+from schemas.errors import NotFound, Unavailable
 from schemas.operations import LoadWeights, Operation, Sample, SaveWeights
 from store.artifacts import ArtifactStore, keep_nothing
 
@@ -60,12 +61,18 @@ class Folders:
     async def placed(self, operation: Operation) -> Operation:
         """An operation with the name of its folder turned into a path for workers; what it reads is there.
 
-        Raises: as `ArtifactStore.fetch`.
+        Raises: as `ArtifactStore.fetch`; `NotFound` too if it was deleted since it was accepted.
         """
         if isinstance(operation, SaveWeights):
             return replace(operation, folder=str(self._artifacts.path(operation.folder)))
         if isinstance(operation, LoadWeights):
-            return replace(operation, folder=str(await self._artifacts.fetch(operation.folder)))
+            return replace(operation, folder=str(await self._fetched(operation.folder)))
         if isinstance(operation, Sample) and operation.adapter_folder is not None:
-            return replace(operation, adapter_folder=str(await self._artifacts.fetch(operation.adapter_folder)))
+            return replace(operation, adapter_folder=str(await self._fetched(operation.adapter_folder)))
         return operation
+
+    async def _fetched(self, name: str) -> Path:
+        folder = await self._artifacts.fetch(name)
+        if not folder.is_dir():
+            raise NotFound("the weights were deleted or replaced before they were read", code="weights_deleted")
+        return folder

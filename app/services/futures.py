@@ -138,7 +138,7 @@ class Futures:
         self._cancel(request_id)
 
     async def _record(self, project_id: str, request_id: str) -> OperationRecord:
-        record = await self._store.read(lambda db: log.get_operation(db, project_id, request_id))
+        record = await self._store.look_up(lambda db: log.get_operation(db, project_id, request_id))
         if record is None or record.state == "refused":
             raise NotFound(f"no future {request_id[:200]!r}", field="request_id")
         return record

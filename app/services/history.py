@@ -57,10 +57,15 @@ class ModelHistory:
         self._operations = operations
         self._clock = clock
         self._leases = leases
+        self.snapshots_kept = 0
+        """Snapshots that were recorded since the server started."""
+        self.recalled = 0
+        """How often the past of a model was asked for, to bring it back."""
 
     async def recall(self, model_id: str) -> Past:
         """See `History.recall`."""
-        waiting = self._operations.waiting_to_settle()  # before the log is read: what it misses is here
+        self.recalled += 1
+        waiting = self._operations.settling.waiting_to_settle()  # before the log is read: what it misses is here
 
         async def look(
             db: AsyncSession,
@@ -137,6 +142,7 @@ class ModelHistory:
             return False
         if unneeded is None:
             return False
+        self.snapshots_kept += 1
         fail_point("snapshot.after_row")
         files, bodies = unneeded
         await self._files.delete(files)

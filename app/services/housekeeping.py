@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from app.services.checkpoints import Checkpoints
 from app.services.futures import Futures
 from app.services.history import ModelHistory
+from app.services.key_uses import KeyUses
 from app.services.operations import Operations
 from app.services.runs import Runs
 from app.services.stability import Stability
@@ -26,6 +27,7 @@ from store.artifacts import ArtifactStore
 from store.bodies import Bodies
 from store.database import Store
 from store.forgetting import forget_operations
+from store.keys import touch_keys
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Housekeeping:
         keep_lines: seconds that lines of the log are kept after the end of their session.
         clock: the time, aware UTC.
         monotonic: seconds of a clock that nobody sets.
+        more: further duties of every server.
         sweeps: whether this server is the one, of those that share the database, to drop what has expired.
     """
 
@@ -58,6 +61,7 @@ class Housekeeping:
         artifacts: ArtifactStore,
         stability: Stability,
         history: ModelHistory,
+        key_uses: KeyUses,
         interval: float,
         session_timeout: float,
         keep_delivered: float,
@@ -66,6 +70,7 @@ class Housekeeping:
         clock: Callable[[], datetime],
         monotonic: Callable[[], float] = time.monotonic,
         sweeps: Callable[[], Awaitable[bool]] | None = None,
+        more: Sequence[Callable[[], Awaitable[None]]] = (),
     ) -> None:
         self._store = store
         self._bodies = bodies
@@ -76,6 +81,8 @@ class Housekeeping:
         self._artifacts = artifacts
         self._stability = stability
         self._history = history
+        self._key_uses = key_uses
+        self._more = more
         self._interval = interval
         self._session_timeout = timedelta(seconds=session_timeout)
         self._keep_delivered = timedelta(seconds=keep_delivered)
@@ -109,10 +116,11 @@ class Housekeeping:
     async def sweep(self) -> None:
         """Do every duty once; one that fails does not keep the others from being done."""
         duties: list[Callable[[], Awaitable[None]]] = [
-            self._operations.retry_unsettled,
+            self._operations.settling.retry_unsettled,
             self.write_activity,
             self._saved.remove_replaced,
             self._artifacts.collect,
+            *self._more,
         ]
         if self._sweeps is None or await self._sweeps():
             duties += [
@@ -149,20 +157,23 @@ class Housekeeping:
             self._started = self._jumped = now
 
     async def write_activity(self) -> None:
-        """Write signs of life and deliveries that are known in memory only."""
+        """Write signs of life, uses of keys and deliveries that are known in memory only."""
         seen, self._seen = self._seen, {}
+        used = self._key_uses.take()
         delivered = self._futures.take_delivered()
-        if not seen and not delivered:
+        if not seen and not used and not delivered:
             return
 
         async def rows(db: AsyncSession) -> None:
             await sessions.touch_sessions(db, seen)
+            await touch_keys(db, used)
             await log.mark_delivered(db, delivered)
 
         try:
             await self._store.write(rows)
         except BaseException:
             self._seen = {**seen, **self._seen}
+            self._key_uses.give_back(used)
             raise
 
     async def _expire_sessions(self) -> None:

@@ -7,8 +7,9 @@ nothing is checked here; the engine always checks again.
 from __future__ import annotations
 
 from app.codec import check_tokens
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import InvalidRequest
-from schemas.operations import BaseModelInfo, Sample, TrainBatch
+from schemas.operations import Sample, TrainBatch
 
 
 def check_batch(batch: TrainBatch, info: BaseModelInfo | None, max_tokens: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from app.codec.provenance import SampledRun
-from app.services.stability import SampledSpan, Span, Stability
+from app.services.stability import OutsideSequence, SampledSpan, Span, Stability
 from schemas.errors import InvalidRequest, NotFound
 from schemas.operations import Datum, TrainBatch
 
@@ -30,12 +30,21 @@ async def with_recorded(stability: Stability, project_id: str, batch: TrainBatch
     Raises:
         InvalidRequest: a span is not inside its sequence, or the targets are not the tokens that were sampled.
     """
-    wanted = {Span(run.sequence_id, run.offset, run.length) for datum in runs for run in datum}
-    found = await _remembered(stability, project_id, sorted(wanted, key=lambda span: span.sequence_id))
+    wanted = {_span(run) for datum in runs for run in datum}
+    try:
+        found = await _remembered(stability, project_id, sorted(wanted, key=lambda span: span.sequence_id))
+    except OutsideSequence as error:
+        index = next(i for i, datum in enumerate(runs) if any(_span(run) == error.span for run in datum))
+        field = f"data[{index}].loss_fn_input_spans"
+        raise InvalidRequest(f"{field}: {error.message}", field=field) from None
     datums = tuple(
         _filled(datum, mine, found, i) for i, (datum, mine) in enumerate(zip(batch.datums, runs, strict=True))
     )
     return replace(batch, datums=datums)
+
+
+def _span(run: SampledRun) -> Span:
+    return Span(run.sequence_id, run.offset, run.length)
 
 
 async def _remembered(stability: Stability, project_id: str, wanted: Sequence[Span]) -> dict[Span, SampledSpan]:
@@ -57,7 +66,7 @@ async def _remembered(stability: Stability, project_id: str, wanted: Sequence[Sp
 def _filled(datum: Datum, runs: Sequence[SampledRun], found: Mapping[Span, SampledSpan], index: int) -> Datum:
     logprobs = datum.inputs["logprobs"].astype(np.float32)
     for run in runs:
-        known = found.get(Span(run.sequence_id, run.offset, run.length))
+        known = found.get(_span(run))
         if known is None:
             continue
         part = slice(run.start, run.start + run.length)

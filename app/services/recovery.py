@@ -15,12 +15,14 @@ from functools import partial
 
 from app.services.base_models import BaseModels
 from app.services.history import ModelHistory
-from app.services.operations import Operations, Submission, unreadable
+from app.services.loads import Loads
+from app.services.operations import Operations, unreadable
 from app.services.runs import Runs, lost, unloaded
 from app.services.sample_results import KIND as SAMPLE
 from app.services.sampling import Sampling
+from app.services.saves import Saves
+from app.services.submission import Submission
 from app.services.training import Training
-from app.services.weights import Weights
 from schemas.errors import TinsmithError
 from schemas.fail_points import fail_point
 from store import checkpoints, sessions
@@ -37,7 +39,7 @@ from workers.recovery import CREATION
 
 logger = logging.getLogger(__name__)
 
-_OF_WEIGHTS = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
+_SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 
 @dataclass(slots=True)
@@ -73,7 +75,8 @@ class Recovery:
         operations: Operations,
         runs: Runs,
         training: Training,
-        weights: Weights,
+        saves: Saves,
+        loads: Loads,
         sampling: Sampling,
         history: ModelHistory,
         under_way: UnderWayFile,
@@ -85,7 +88,8 @@ class Recovery:
         self._operations = operations
         self._runs = runs
         self._training = training
-        self._weights = weights
+        self._saves = saves
+        self._loads = loads
         self._sampling = sampling
         self._history = history
         self._under_way = under_way
@@ -188,17 +192,21 @@ class Recovery:
             if submission.cleanup is not None:  # a save that was cut off may have left the folder that it is to write
                 await submission.cleanup()
         except TinsmithError as error:
-            await self._operations.fail_now([record.request_id], error)
+            await self._operations.settling.fail_now([record.request_id], error)
             return False
         if not self._operations.has(record.request_id):
             self._operations.dispatch(record, submission)
         return True
 
     async def _submission(self, record: OperationRecord, run: RunRecord) -> Submission:
-        if record.kind not in _OF_WEIGHTS:
+        if record.kind in _SAVES:
+            of_weights: Saves | Loads = self._saves
+        elif record.kind == "load_weights":
+            of_weights = self._loads
+        else:
             return self._training.resume(record, run)
         try:
-            return self._weights.resume(record, run, await self._bodies.get(record.body))
+            return of_weights.resume(record, run, await self._bodies.get(record.body))
         except (KeyError, ValueError) as error:
             logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
             raise unreadable() from error

@@ -5,19 +5,22 @@ Responsible for the look-up that every request about a model begins with. Not re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.services.base_models import BaseModels
+from app.services.caller import calling_key
 from app.services.leases import Leases
-from app.services.operations import Operations, Rows
-from app.services.paths import is_direct, session_of
+from app.services.operations import Operations
+from app.services.paths import is_direct, model_id_of, session_of
+from app.services.submission import Rows
 from schemas.errors import Gone, ModelLost, NotFound
 from schemas.fail_points import fail_point
-from schemas.operations import OptimizerType
+from schemas.operations import LoraSpec, OptimizerType
 from store import checkpoints, runs, samplers, sessions, slots
 from store.database import Store
 from store.records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
@@ -50,11 +53,46 @@ class Runs:
         self._clock = clock
         self._leases = leases
 
+    def creation(
+        self,
+        project_id: str,
+        session_id: str,
+        model_seq_id: int,
+        *,
+        base_model: str,
+        lora: LoraSpec | None,
+        user_metadata: Mapping[str, Any] | None,
+        optimizer: OptimizerType,
+    ) -> Rows:
+        """What adds a new run to the store, as made with the key that calls now.
+
+        The rows raise `NotFound` or `Gone` (session) and `SeqIdConflict`.
+        """
+        key_id = calling_key()
+
+        async def rows(db: AsyncSession) -> None:
+            await require_active(db, project_id, session_id)
+            await runs.create_run(
+                db,
+                model_id=model_id_of(session_id, model_seq_id),
+                project_id=project_id,
+                session_id=session_id,
+                model_seq_id=model_seq_id,
+                base_model=base_model,
+                lora=lora,
+                user_metadata=user_metadata or {},
+                optimizer_type=optimizer,
+                now=self._clock(),
+                key_id=key_id,
+            )
+
+        return rows
+
     async def owned(self, project_id: str, model_id: str, *, field: str = "model_id") -> RunRecord:
         """The run, whatever its state. Raises `NotFound` if this project has no such run."""
-        run = await self._store.read(lambda db: runs.get_run(db, project_id, model_id))
+        run = await self._store.look_up(lambda db: runs.get_run(db, project_id, model_id))
         if run is None or run.state == "failed":
-            raise NotFound(f"no model {model_id[:200]!r}", field=field)
+            raise NotFound(f"there is no training run {model_id[:200]!r}", field=field)
         return run
 
     def runtime(self, run: RunRecord) -> Runtime:
@@ -73,7 +111,7 @@ class Runs:
         async def check(db: AsyncSession) -> None:
             run = await runs.get_run(db, project_id, model_id)
             if run is None or run.state == "failed":
-                raise NotFound(f"no model {model_id[:200]!r}", field="model_id")
+                raise NotFound(f"there is no training run {model_id[:200]!r}", field="model_id")
             if run.state == "lost":
                 raise lost(model_id)
             if run.state == "closed":
@@ -85,7 +123,7 @@ class Runs:
 
     async def note_refusal(self, project_id: str, model_id: str, seq_id: int) -> None:
         """A refused request used up this number of this model; models of other projects are left alone."""
-        run = await self._store.read(lambda db: runs.get_run(db, project_id, model_id))
+        run = await self._store.look_up(lambda db: runs.get_run(db, project_id, model_id))
         if run is None or run.state not in ("creating", "ready"):
             return
         runtime = self._models.runtimes.get(run.base_model)
@@ -170,6 +208,7 @@ class Runs:
             runtime = self._models.runtimes.get(run.base_model)
             if runtime is not None:
                 runtime.close_model(run.model_id)
+            self._operations.let_go_of_run(run.model_id)
         self._operations.cancel_samples_of(session_id)
 
 
@@ -202,7 +241,7 @@ async def require_active(db: AsyncSession, project_id: str, session_id: str) -> 
     """Raise `NotFound` or `Gone` unless the project's session can take new work."""
     session = await sessions.get_session(db, project_id, session_id)
     if session is None:
-        raise NotFound(f"no session {session_id[:200]!r}", field="session_id")
+        raise NotFound(f"there is no session {session_id[:200]!r}", field="session_id")
     if session.state != "active":
         raise session_ended(session_id)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from app.codec import encode_result
-from app.services.operations import Finished
+from app.services.submission import Finished
 from app.services.usage import sample_tokens
 from schemas.operations import Int64, OperationResult, Sample
 

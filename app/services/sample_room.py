@@ -22,15 +22,18 @@ class SampleRoom:
         """Samples that are being accepted, by base model and project."""
 
     @contextmanager
-    def place(self, project_id: str, runtime: Runtime) -> Iterator[None]:
-        """A place for a sample while it is accepted; afterwards it waits in the runtime, or does not wait any more.
+    def place(self, project_id: str, runtime: Runtime, held: int) -> Iterator[None]:
+        """A place for a sample while it is accepted; afterwards it waits, or does not wait any more.
+
+        Args:
+            held: samples of the project that limits hold back.
 
         Raises:
             TooManyRequests: there is none. The SDK waits for a second or more then and sends the sample again, with
                 the same `seq_id`, until it is taken; it also keeps fewer samples in submission for a while.
         """
         key = (runtime.name, project_id)
-        waiting = runtime.samples_waiting(project_id) + self._arriving[key]
+        waiting = runtime.samples_waiting(project_id) + held + self._arriving[key]
         if waiting >= self._most:
             raise TooManyRequests(
                 f"{waiting} samples of this project wait already; at most {self._most} may",

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.services.operations import Rows
 from app.services.paths import sequence_id_of
+from app.services.submission import Rows
 from schemas.errors import EngineFailure, InvalidRequest, NotFound
 from schemas.operations import Float32, OperationResult, Sample, SampleResult
 from store.database import Store
@@ -47,6 +47,14 @@ class SampledSpan:
     temperature: float
     base_model: str
     checkpoint_id: str | None
+
+
+class OutsideSequence(InvalidRequest):
+    """A span that is not inside its sequence."""
+
+    def __init__(self, span: Span, message: str) -> None:
+        super().__init__(message, field="offset")
+        self.span = span
 
 
 class Stability:
@@ -131,10 +139,10 @@ class Stability:
 def _cut(record: SequenceRecord, span: Span) -> SampledSpan:
     tokens = np.frombuffer(record.tokens, "<i4")
     if span.offset < 0 or span.length < 0 or span.offset + span.length > tokens.size:
-        raise InvalidRequest(
+        raise OutsideSequence(
+            span,
             f"offset {span.offset} and length {span.length} are not inside sequence {span.sequence_id[:200]!r}, which "
             f"has {tokens.size} sampled tokens",
-            field="offset",
         )
     part = slice(span.offset, span.offset + span.length)
     return SampledSpan(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import datetime
+from functools import partial
+from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -26,11 +27,15 @@ from app.codec import (
 from app.services.base_models import BaseModels
 from app.services.custom_losses import CustomLosses
 from app.services.limits import check_batch
-from app.services.operations import Finished, Operations, Rows, Submission, resumed
+from app.services.operations import Operations
 from app.services.paths import model_id_of
 from app.services.provenance import with_recorded
+from app.services.run_metrics import RunMetrics
 from app.services.runs import Runs, model_scope, optimizer_of, require_active
 from app.services.stability import Stability
+from app.services.submission import Finished, Rows, Submission, resumed
+from app.services.tenant_limits import Cost
+from app.services.turnstile import Turnstile, aside
 from app.services.usage import batch_tokens
 from engines.capabilities import Capabilities
 from schemas.errors import InvalidRequest
@@ -43,6 +48,7 @@ from schemas.operations import (
     OperationResult,
     OptimizerType,
     OptimStep,
+    TrainBatch,
     ZeroGrad,
 )
 from schemas.requests import CreateModelRequest, OptimStepRequest, UnloadModelRequest, ZeroGradRequest
@@ -53,9 +59,11 @@ from store.database import Store
 from store.records import OperationRecord, RunRecord, RunState
 from workers.runtime_protocol import Runtime
 
+T = TypeVar("T")
+
 DECODERS = 1
 """Training batches that are decoded at once. Decoding holds the interpreter most of the time: more of it at once would
-finish no sooner, and leave less of the interpreter to the event loop."""
+finish no sooner, and leave less of the interpreter to the event loop. Projects take turns."""
 
 
 class Training:
@@ -64,7 +72,6 @@ class Training:
     Args:
         capabilities: of the engine that trains.
         draw_seed: makes a seed for an adapter whose client gave none.
-        clock: the time, aware UTC.
     """
 
     def __init__(
@@ -76,11 +83,11 @@ class Training:
         runs: Runs,
         stability: Stability,
         custom_losses: CustomLosses,
+        metrics: RunMetrics,
         capabilities: Capabilities,
         max_rank: int,
         max_request_tokens: int,
         draw_seed: Callable[[], int],
-        clock: Callable[[], datetime],
     ) -> None:
         self._store = store
         self._models = models
@@ -88,12 +95,12 @@ class Training:
         self._runs = runs
         self._stability = stability
         self._custom_losses = custom_losses
+        self._metrics = metrics
         self._capabilities = capabilities
         self._max_rank = max_rank
         self._max_request_tokens = max_request_tokens
         self._draw_seed = draw_seed
-        self._clock = clock
-        self._decoding = asyncio.Semaphore(DECODERS)
+        self._decoding = Turnstile(DECODERS)
 
     async def create_model(self, project_id: str, request: CreateModelRequest) -> tuple[OperationRecord, str]:
         """Begin a training run; returns the operation and the model id.
@@ -107,21 +114,15 @@ class Training:
         lora = self._lora(request)
         model_id = model_id_of(session_id, request.model_seq_id)
 
-        async def guard(db: AsyncSession) -> None:
-            await require_active(db, project_id, session_id)
-            await run_rows.create_run(
-                db,
-                model_id=model_id,
-                project_id=project_id,
-                session_id=session_id,
-                model_seq_id=request.model_seq_id,
-                base_model=request.base_model,
-                lora=lora,
-                user_metadata=request.user_metadata or {},
-                optimizer_type=request.optimizer_config.type,
-                now=self._clock(),
-            )
-
+        guard = self._runs.creation(
+            project_id,
+            session_id,
+            request.model_seq_id,
+            base_model=request.base_model,
+            lora=lora,
+            user_metadata=request.user_metadata,
+            optimizer=request.optimizer_config.type,
+        )
         record = await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -136,6 +137,7 @@ class Training:
                 guard=guard,
                 finish=_created(model_id),
                 failed=state_rows(model_id, "failed"),
+                cost=Cost(rank=lora.rank),
             )
         )
         return record, model_id
@@ -149,7 +151,7 @@ class Training:
         if record.kind == "unload_model":
             settled = _closing(runtime, model_id)
             return resumed(record, runtime, model_id, _unloaded(model_id), last=True, settled=settled)
-        return resumed(record, runtime, model_id, encoded_result(record.kind))
+        return resumed(record, runtime, model_id, encoded_result(record.kind), measure=self._metrics.of(record.kind))
 
     async def forward_backward(
         self, project_id: str, body: bytes, content_type: str, limits: CodecLimits, *, forward: bool
@@ -162,8 +164,8 @@ class Training:
 
         Raises: `NotFound`, `ModelLost`, `Gone`, `InvalidRequest`, `SeqIdConflict`, `UnsupportedMediaType`.
         """
-        async with self._decoding:
-            parsed, canonical, fingerprint = await asyncio.to_thread(_decode, body, content_type, limits, forward)
+        decoding = partial(_decode, body, content_type, limits, forward)
+        parsed, canonical, fingerprint = await aside(self._in_turn(project_id, decoding))
         model_id = parsed.model_id
         run = await self._runs.owned(project_id, model_id)
         runtime = self._runs.runtime(run)
@@ -174,8 +176,7 @@ class Training:
         if parsed.loss_id is not None:
             batch = await self._custom_losses.with_graph(project_id, batch, parsed.loss_id)
         if batch is not parsed.batch:
-            async with self._decoding:
-                canonical = await asyncio.to_thread(encode_operation, kind, batch)
+            canonical = await aside(self._in_turn(project_id, partial(encode_operation, kind, batch)))
         record = await self._operations.accept(
             Submission(
                 project_id=project_id,
@@ -188,9 +189,16 @@ class Training:
                 model_id=model_id,
                 guard=self._runs.guard(project_id, model_id),
                 finish=encoded_result(kind),
+                measure=self._metrics.of(kind),
+                cost=_cost(batch),
             )
         )
         return record, model_id
+
+    async def _in_turn(self, project_id: str, work: Callable[[], T]) -> T:
+        """Do in a thread what takes long for a large body, when it is the project's turn."""
+        async with self._decoding.turn(project_id):
+            return await asyncio.to_thread(work)
 
     async def optim_step(self, project_id: str, request: OptimStepRequest) -> OperationRecord:
         """Accept one optimizer step. Raises as `forward_backward`."""
@@ -245,6 +253,7 @@ class Training:
                 model_id=run.model_id,
                 guard=self._runs.guard(project_id, run.model_id),
                 finish=encoded_result(kind),
+                measure=self._metrics.of(kind),
             )
         )
 
@@ -259,9 +268,9 @@ class Training:
 
     async def _require_session(self, project_id: str, session_id: str) -> None:
         """Hide other projects' sessions before the log is asked about their scope."""
-        session = await self._store.read(lambda db: sessions.get_session(db, project_id, session_id))
+        session = await self._store.look_up(lambda db: sessions.get_session(db, project_id, session_id))
         if session is None:
-            await self._store.read(lambda db: require_active(db, project_id, session_id))
+            await self._store.look_up(lambda db: require_active(db, project_id, session_id))
 
 
 def state_rows(model_id: str, state: RunState) -> Rows:
@@ -306,6 +315,11 @@ def _decode(
     canonical = encode_operation(_batch_kind(parsed), parsed.batch)
     beside = repr((parsed.loss_id, parsed.sampled)).encode() if parsed.loss_id or parsed.sampled else b""
     return parsed, canonical, digest(canonical + beside)
+
+
+def _cost(batch: TrainBatch) -> Cost:
+    lengths = [len(datum.tokens) for datum in batch.datums]
+    return Cost(training=sum(lengths), longest=max(lengths, default=0))
 
 
 def _batch_kind(parsed: ParsedForwardBackward) -> str:

@@ -1,11 +1,12 @@
-"""What was used: tokens of finished operations and storage of checkpoints, by the hour.
+"""What was used: tokens of operations and storage of checkpoints, by the hour.
 
 Responsible for what counts as a token, for adding storage up and for the window of a question. Not responsible for
-writing tokens down (`operations.py`, in the transaction that finishes the operation) or for prices: there are none.
+writing tokens down (`settling.py`, in the transaction that settles the operation) or for prices: there are none.
 
 * training: every position of every datum of a forward or forward_backward that succeeded.
 * sampling_prefill: the prompt, once for each request whatever its `num_samples`; what came out of the prefix cache is
-  counted apart. sampling_sample: every token drawn, the stop token included.
+  counted apart. sampling_sample: every token drawn, the stop token included. Of a sample that was cancelled, what was
+  read and drawn until it was stopped; of one that failed, nothing.
 * storage: bytes times time, to the microsecond, of every checkpoint, those without a name included. A gigabyte is 10^9
   bytes.
 """
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from schemas.errors import InvalidRequest
+from schemas.errors import Cancelled, InvalidRequest
 from schemas.operations import SampleResult, TrainResult
 from store import usage
 from store.database import Store
@@ -73,6 +74,17 @@ def sample_tokens(prompt_length: int, outcome: object) -> Mapping[TokenKind, int
         "sampling_prefill": prompt_length - cached,
         "sampling_prefill_cached": cached,
         "sampling_sample": sum(len(sequence.tokens) for sequence in outcome.sequences),
+    }
+
+
+def cancelled_tokens(prompt_length: int, stopped: Cancelled) -> Mapping[TokenKind, int]:
+    """What a sample used that was cancelled: what was read of its prompt (cached or not), and the tokens drawn."""
+    read = prompt_length if stopped.drawn_tokens else min(stopped.prompt_tokens, prompt_length)
+    cached = min(stopped.cached_tokens, read)
+    return {
+        "sampling_prefill": read - cached,
+        "sampling_prefill_cached": cached,
+        "sampling_sample": stopped.drawn_tokens,
     }
 
 

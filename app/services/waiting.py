@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from app.services.turnstile import aside
+
 Disconnected = Callable[[], Awaitable[None]]
 """Returns when the client has gone away."""
 
@@ -64,7 +66,7 @@ class Waiters:
             return False
         gone = asyncio.ensure_future(disconnected())
         try:
-            await asyncio.wait({waiter, gone}, timeout=hold, return_when=asyncio.FIRST_COMPLETED)
+            await aside(asyncio.wait({waiter, gone}, timeout=hold, return_when=asyncio.FIRST_COMPLETED))
         finally:
             gone.cancel()
         return waiter.done() and not self._closing

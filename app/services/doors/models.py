@@ -14,8 +14,8 @@ from app.services.chat import ChatTemplate
 from app.services.checkpoints import Checkpoints, path_of
 from app.services.doors.tokens import TextTokens
 from app.services.sampling import DirectWeights, Sampling
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError, Unavailable
-from schemas.operations import BaseModelInfo
 from store.records import CheckpointRecord
 
 MAX_LISTED = 10_000

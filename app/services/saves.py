@@ -1,6 +1,6 @@
-"""What saving and loading mean: checkpoints of a run, runs from a checkpoint, weights for sampling.
+"""What saving means: checkpoints of a run, weights for sampling, exports for other programs.
 
-Responsible for the requests `save_weights`, `load_weights` and `save_weights_for_sampler`. Not responsible for
+Responsible for the requests `save_weights`, `save_weights_for_sampler` and `save_weights_external`. Not responsible for
 checkpoint rows (`checkpoints.py`), for the log (`operations.py`) or for what is in a folder (engines).
 """
 
@@ -14,36 +14,32 @@ from functools import partial
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_context, decode_operation, encode_operation
-from app.services.access import readers
 from app.services.age_encryption import encrypt_folder, parse_recipients
-from app.services.base_models import BaseModels
-from app.services.checkpoints import Checkpoints, NewCheckpoint, refuse_export
+from app.services.caller import calling_key
+from app.services.checkpoints import Checkpoints, NewCheckpoint
 from app.services.exports import EXPORTED_FILES
-from app.services.operations import Finished, Operations, Rows, Submission, resumed
-from app.services.paths import CheckpointPath, model_id_of, sampler_id_of
-from app.services.runs import Runs, model_scope, optimizer_of, optimizer_type, require_active
-from app.services.training import creation_scope, json_result, request_digest, state_rows
-from engines.capabilities import Capabilities
-from schemas.errors import EngineFailure, InvalidRequest
+from app.services.operations import Operations
+from app.services.paths import CheckpointPath, sampler_id_of
+from app.services.runs import Runs, model_scope, optimizer_of
+from app.services.submission import Finished, Rows, Submission, resumed
+from app.services.tenant_limits import Cost
+from app.services.training import json_result, request_digest
+from schemas.errors import EngineFailure
 from schemas.fail_points import fail_point
-from schemas.operations import LoadWeights, OperationResult, OptimizerType, SavedAdapter, SaveWeights
+from schemas.operations import OperationResult, SavedAdapter, SaveWeights
 from schemas.requests import (
-    LoadWeightsRequest,
     SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
 from schemas.responses import (
-    LoadWeightsResult,
     SaveWeightsExternalResult,
     SaveWeightsForSamplerResult,
     SaveWeightsResult,
 )
-from store import runs as run_rows
 from store import samplers, sessions
 from store.checkpoints import set_checkpoint_expiry
-from store.database import Store
-from store.records import CheckpointKind, CheckpointRecord, OperationRecord, RunRecord
+from store.records import CheckpointKind, OperationRecord, RunRecord
 from store.slots import move_slot
 
 SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
@@ -57,30 +53,22 @@ class _Saving:
     also: Callable[[OperationRecord, OperationResult], Rows] | None = None
 
 
-class Weights:
-    """Accepts the requests that save and load weights. `capabilities` are those of the engine; `clock` is the time,
-    aware UTC."""
+class Saves:
+    """Accepts the requests that save weights. `clock` is the time, aware UTC."""
 
     def __init__(
         self,
         *,
-        store: Store,
-        models: BaseModels,
         operations: Operations,
         runs: Runs,
         checkpoints: Checkpoints,
-        capabilities: Capabilities,
         clock: Callable[[], datetime],
     ) -> None:
-        self._store = store
-        self._models = models
         self._operations = operations
         self._runs = runs
         self._checkpoints = checkpoints
-        self._capabilities = capabilities
         self._clock = clock
 
-    # -- saving --------------------------------------------------------------------------------------------------
     async def save(self, project_id: str, request: SaveWeightsRequest) -> OperationRecord:
         """Accept the saving of a training checkpoint.
 
@@ -94,7 +82,7 @@ class Weights:
         path = CheckpointPath(run.model_id, "training", request.path)
 
         def finish(outcome: OperationResult) -> Finished:
-            rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=True)
+            rows = self._checkpoints.record_rows(new, saved_adapter(outcome), with_optimizer=True)
             return json_result("save_weights", SaveWeightsResult(path=str(path)), rows)
 
         return _Saving(finish)
@@ -115,12 +103,12 @@ class Weights:
         inflight = request.kind == "inflight"
 
         def finish_named(outcome: OperationResult) -> Finished:
-            rows = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
+            rows = self._checkpoints.record_rows(new, saved_adapter(outcome), with_optimizer=False)
             path = CheckpointPath(run.model_id, "sampler", new.name or "")
             return json_result("save_weights_for_sampler", SaveWeightsForSamplerResult(path=str(path)), rows)
 
         def finish_ephemeral(outcome: OperationResult) -> Finished:
-            record = self._checkpoints.record_rows(new, _saved(outcome), with_optimizer=False)
+            record = self._checkpoints.record_rows(new, saved_adapter(outcome), with_optimizer=False)
             seq_id = request.sampling_session_seq_id or 0
             sampler_id = sampler_id_of(run.session_id, seq_id)
 
@@ -173,7 +161,7 @@ class Weights:
         path = CheckpointPath(run.model_id, "external", request.path)
 
         def finish(outcome: OperationResult) -> Finished:
-            saved = _saved(outcome)
+            saved = saved_adapter(outcome)
             if recipients:
                 folder = self._checkpoints.folder_path(new.folder)
                 saved = replace(saved, size_bytes=encrypt_folder(folder, EXPORTED_FILES, recipients))
@@ -204,6 +192,7 @@ class Weights:
             user_metadata=getattr(request, "user_metadata", None) or {},
             ttl_seconds=request.ttl_seconds,
             overwrite=getattr(request, "overwrite", False),
+            key_id=calling_key(),
         )
 
     async def _accept_save(
@@ -211,7 +200,8 @@ class Weights:
     ) -> OperationRecord:
         run_guard = self._runs.guard(run.project_id, run.model_id)
         # What finishing needs if another process has to do it.
-        context = {"request": request.model_dump_json(exclude_none=True), "checkpoint_id": new.checkpoint_id}
+        asked = request.model_dump_json(exclude_none=True)
+        context = {"request": asked, "checkpoint_id": new.checkpoint_id, "key_id": new.key_id}
         operation = SaveWeights(folder=new.folder, with_optimizer=new.kind == "training")
 
         async def guard(db: AsyncSession) -> None:
@@ -233,26 +223,23 @@ class Weights:
                 cleanup=lambda: self._checkpoints.remove_folder(new.folder),
                 also=saving.also,
                 writes=new.folder,
+                cost=Cost(stores=True),
             )
         )
 
     def resume(self, record: OperationRecord, run: RunRecord, body: bytes) -> Submission:
-        """A request that an earlier process accepted and did not finish, as it was submitted there.
+        """A save that an earlier process accepted and did not finish, as it was submitted there.
 
         Raises `ValueError` (or what is one) if the stored form does not say enough.
         """
         runtime, model_id = self._runs.runtime(run), run.model_id
         operation, context = decode_operation(record.kind, body), decode_context(record.kind, body)
-        if isinstance(operation, LoadWeights):
-            path, reads = str(context["path"]), operation.folder
-            if not operation.create:
-                return resumed(record, runtime, model_id, _loaded(model_id, path), reads=reads)
-            made, failed = _loaded_new(model_id, path), state_rows(model_id, "failed")
-            return resumed(record, runtime, model_id, made, creates=True, failed=failed, reads=reads)
         if not isinstance(operation, SaveWeights):
-            raise ValueError(f"{record.kind} is neither a save nor a load")
+            raise ValueError(f"{record.kind} is no save")
         new, saving = self._resumed_save(record.kind, run, str(context["request"]))
-        new = replace(new, checkpoint_id=str(context["checkpoint_id"]), folder=operation.folder)
+        key_id = context.get("key_id")
+        by = None if key_id is None else str(key_id)
+        new = replace(new, checkpoint_id=str(context["checkpoint_id"]), folder=operation.folder, key_id=by)
         more = saving(new)
         remove = partial(self._checkpoints.remove_folder, new.folder)
         also, writes = more.also, new.folder
@@ -272,151 +259,6 @@ class Weights:
         new = replace(self._new(run, "external", export.path, export), encrypted=encrypted)
         return new, lambda new: self._export_saved(run, export, new)
 
-    # -- loading -------------------------------------------------------------------------------------------------
-    async def load(self, project_id: str, request: LoadWeightsRequest) -> tuple[OperationRecord, str]:
-        """Accept a load into the live model, or one that creates a model; returns the operation and the model id.
-
-        Raises: `NotFound`, `ModelLost`, `Gone`, `InvalidRequest`, `SeqIdConflict`.
-        """
-        if request.model_id is not None:
-            return await self._load_into(project_id, request, request.model_id), request.model_id
-        return await self._load_new(project_id, request)
-
-    async def _load_into(self, project_id: str, request: LoadWeightsRequest, model_id: str) -> OperationRecord:
-        run = await self._runs.owned(project_id, model_id)
-        checkpoint = await self._loadable(project_id, request)
-        if not self._models.same_source(checkpoint.base_model, run.base_model):
-            raise InvalidRequest(
-                f"path: the checkpoint is of base model {checkpoint.base_model!r}, the model of {run.base_model!r}",
-                field="path",
-            )
-        if request.optimizer and checkpoint.optimizer_type != optimizer_of(run):
-            raise InvalidRequest(
-                f"optimizer: the checkpoint has the state of {checkpoint.optimizer_type}, the model is trained by "
-                f"{optimizer_of(run)}",
-                field="optimizer",
-                hint="load it with optimizer=false",
-            )
-        return await self._operations.accept(
-            Submission(
-                project_id=project_id,
-                kind="load_weights",
-                scope=model_scope(model_id),
-                seq_id=request.seq_id,
-                digest=request_digest(request),
-                body=encode_operation(
-                    "load_weights",
-                    LoadWeights(checkpoint.folder, request.optimizer, create=False),
-                    {"path": request.path},
-                ),
-                runtime=self._runs.runtime(run),
-                model_id=model_id,
-                guard=self._runs.guard(project_id, model_id),
-                finish=_loaded(model_id, request.path),
-                reads=checkpoint.folder,
-            )
-        )
-
-    async def _load_new(self, project_id: str, request: LoadWeightsRequest) -> tuple[OperationRecord, str]:
-        session_id, model_seq_id = request.session_id or "", request.model_seq_id or 0
-        await self._store.read(lambda db: require_active(db, project_id, session_id))
-        checkpoint = await self._loadable(project_id, request)
-        base_model = request.base_model or checkpoint.base_model
-        if not self._models.same_source(checkpoint.base_model, base_model):
-            raise InvalidRequest(
-                f"base_model {base_model!r} is not that of the checkpoint, {checkpoint.base_model!r}",
-                field="base_model",
-            )
-        optimizer = _new_optimizer(request, checkpoint)
-        self._capabilities.check_optimizer(optimizer, field="optimizer")
-        runtime = self._models.runtime(base_model)
-        model_id = model_id_of(session_id, model_seq_id)
-
-        async def guard(db: AsyncSession) -> None:
-            await require_active(db, project_id, session_id)
-            await run_rows.create_run(
-                db,
-                model_id=model_id,
-                project_id=project_id,
-                session_id=session_id,
-                model_seq_id=model_seq_id,
-                base_model=base_model,
-                lora=checkpoint.lora,
-                user_metadata=request.user_metadata or {},
-                optimizer_type=optimizer,
-                now=self._clock(),
-            )
-
-        record = await self._operations.accept(
-            Submission(
-                project_id=project_id,
-                kind="load_weights",
-                scope=creation_scope(session_id),
-                seq_id=model_seq_id,
-                digest=request_digest(request),
-                body=encode_operation(
-                    "load_weights",
-                    LoadWeights(checkpoint.folder, request.optimizer, True, optimizer),
-                    {"path": request.path},
-                ),
-                runtime=runtime,
-                model_id=model_id,
-                creates=True,
-                guard=guard,
-                finish=_loaded_new(model_id, request.path),
-                reads=checkpoint.folder,
-                failed=state_rows(model_id, "failed"),
-            )
-        )
-        return record, model_id
-
-    async def _loadable(self, project_id: str, request: LoadWeightsRequest) -> CheckpointRecord:
-        """The checkpoint to load. Raises `InvalidRequest` if the optimizer is asked of one that cannot have any."""
-        token = request.weights_access_token
-        allowed = await readers(self._store, project_id, token, field="weights_access_token")
-        checkpoint = await self._checkpoints.readable(allowed, request.path, field="path")
-        refuse_export(checkpoint, field="path")
-        if request.optimizer and not checkpoint.has_optimizer:
-            raise InvalidRequest(
-                f"optimizer: {request.path!r} is a {checkpoint.kind} checkpoint without optimizer state",
-                field="optimizer",
-                hint="load it with optimizer=false, or load a training checkpoint (tinker://.../weights/...)",
-                code="no_optimizer_state",
-            )
-        return checkpoint
-
-
-def _loaded(model_id: str, path: str) -> Callable[[OperationResult], Finished]:
-    return lambda _: json_result("load_weights", LoadWeightsResult(path=path, model_id=model_id))
-
-
-def _loaded_new(model_id: str, path: str) -> Callable[[OperationResult], Finished]:
-    def finish(outcome: OperationResult) -> Finished:
-        lora = _saved(outcome).lora
-
-        async def rows(db: AsyncSession) -> None:
-            await run_rows.set_run_lora(db, model_id, lora)
-            await run_rows.set_run_state(db, model_id, "ready")
-
-        return json_result("load_weights", LoadWeightsResult(path=path, model_id=model_id), rows)
-
-    return finish
-
-
-def _new_optimizer(request: LoadWeightsRequest, checkpoint: CheckpointRecord) -> OptimizerType:
-    """That of a model made from a checkpoint: its own with its state, else the one asked for, else AdamW."""
-    asked = request.optimizer_config
-    if not request.optimizer:
-        return "adamw" if asked is None else asked.type
-    kept = optimizer_type(checkpoint.optimizer_type)
-    if asked is not None and asked.type != kept:
-        raise InvalidRequest(
-            f"optimizer_config.type is {asked.type!r}, but the checkpoint has the state of {kept!r}",
-            field="optimizer_config",
-            hint="leave optimizer_config out, or load with optimizer=false to begin with another optimizer",
-        )
-    return kept
-
 
 def _fingerprint(request: SaveRequest) -> str:
     """What a repeat of a save is recognised by.
@@ -429,7 +271,8 @@ def _fingerprint(request: SaveRequest) -> str:
     return request_digest(request)
 
 
-def _saved(outcome: OperationResult) -> SavedAdapter:
+def saved_adapter(outcome: OperationResult) -> SavedAdapter:
+    """What a worker has saved or loaded. Raises `EngineFailure` if it did not tell."""
     if not isinstance(outcome, SavedAdapter):
         raise EngineFailure("the worker did not report what it saved")
     return outcome
