@@ -13,7 +13,7 @@ ANTHROPIC_PREFIXES = ("/anthropic/api/v1",)
 ANTHROPIC_PATHS = ("/v1/messages",)
 """For clients whose base address is the server's own: their other paths begin with /v1 as well."""
 
-_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAMS = {"num_samples": "n", "topk_sample_logprobs": "top_logprobs", "topk_prompt_logprobs": "logprobs"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -11,13 +11,14 @@ Responsible for rendering; what can go wrong is in `schemas/errors.py`. Every er
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from app.error_shapes import shaped
@@ -48,7 +49,8 @@ def render(error: TinsmithError, request_id: str | None, path: str) -> Response:
     """The HTTP answer for `error`, in the shape that the clients of `path` read."""
     headers: dict[str, str] = {}
     if error.status in (Unavailable.status, TooManyRequests.status):
-        headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+        asked = getattr(error, "retry_after", None)
+        headers["Retry-After"] = str(RETRY_AFTER_SECONDS if asked is None else math.ceil(asked))
     if error.status == 401:
         invalid = ', error="invalid_token"' if isinstance(error, InvalidToken) else ""
         headers["WWW-Authenticate"] = f'Bearer realm="tinsmith"{invalid}'
@@ -61,14 +63,15 @@ def render_unexpected(request_id: str | None, path: str) -> Response:
     return _json(500, shaped(path, 500, _body(message, "internal", "server", None, None, request_id)), {})
 
 
-def validation_error(problems: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+def validation_error(problems: Sequence[Mapping[str, Any]], model: type[BaseModel] | None = None) -> InvalidRequest:
     """One `InvalidRequest` from pydantic's list of problems: each field's path, what is accepted and what came.
 
     Args:
         problems: what `ValidationError.errors()` or `RequestValidationError.errors()` returns.
+        model: what the body was read as, so that the fields there are can be told of one that is none of them.
     """
     named = [(_field(problem["loc"]), problem) for problem in problems]
-    parts = [_describe(field, problem) for field, problem in named[:MAX_PROBLEMS]]
+    parts = [_describe(field, problem, model) for field, problem in named[:MAX_PROBLEMS]]
     if len(named) > MAX_PROBLEMS:
         parts.append(f"and {len(named) - MAX_PROBLEMS} more")
     return InvalidRequest("; ".join(parts), field=named[0][0] or None)
@@ -139,7 +142,28 @@ def _field(loc: Sequence[int | str]) -> str:
     return text
 
 
-def _describe(field: str, problem: Mapping[str, Any]) -> str:
+def _fields(model: type[BaseModel] | None, loc: Sequence[int | str]) -> list[str]:
+    """The fields of the object in which the last part of `loc` is; none if it cannot be told which kind it is."""
+    kinds = [] if model is None else [model]
+    for part in loc[:-1]:
+        if isinstance(part, str):
+            kinds = [one for kind in kinds for one in _models(_annotations(kind).get(part))]
+        if len(kinds) != 1:
+            return []
+    return sorted(name for kind in kinds for name in _annotations(kind))
+
+
+def _annotations(model: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for part in get_args(annotation) for kind in _models(part)]
+
+
+def _describe(field: str, problem: Mapping[str, Any], model: type[BaseModel] | None = None) -> str:
     kind = problem["type"]
     name = field or "the body"
     if kind == "json_invalid":
@@ -148,7 +172,9 @@ def _describe(field: str, problem: Mapping[str, Any]) -> str:
     if kind == "missing":
         return f"{name} is required"
     if kind == "extra_forbidden":
-        return f"{name} is not a field of this request (got {_short(problem.get('input'))})"
+        fields = ", ".join(_fields(model, problem["loc"]))
+        accepted = f"; accepted are: {fields}" if fields else ""
+        return f"{name} is not a field of this request (got {_short(problem.get('input'))}){accepted}"
     message = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:]
     if kind in ("value_error", "assertion_error"):

@@ -20,6 +20,7 @@ from fastapi.security import APIKeyHeader
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from app.codec.multipart import MULTIPART
 from schemas import requests, responses
 from schemas.http.anthropic import AnthropicErrorResponse, CountTokensRequest, MessagesRequest
 from schemas.http.openai import ChatCompletionRequest, CompletionRequest, OpenAIErrorResponse
@@ -37,6 +38,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, description in {
         400: "The request cannot be honoured; `error.field` names what is wrong.",
         401: "The API key is missing or not valid.",
+        403: "The key lacks a permission; the message names it, and the roles that have it.",
         404: "The object does not exist, or belongs to another project.",
         410: "The object is over: a finished session, an expired result, a lost training run.",
         413: "The body is too large.",
@@ -68,7 +70,16 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "search_sessions": requests.SessionSearchRequest,
     "set_session_project": requests.SetSessionProjectRequest,
     "add_base_model": requests.AddBaseModelRequest,
+    "set_project_limits": requests.SetLimitsRequest,
+    "set_key_limits": requests.SetLimitsRequest,
     "auth_token": requests.AuthTokenRequest,
+    "create_key": requests.CreateKeyRequest,
+    "rotate_key": requests.RotateKeyRequest,
+    "admin_create_project": requests.CreateProjectRequest,
+    "admin_create_key": requests.CreateKeyRequest,
+    "admin_rotate_key": requests.RotateKeyRequest,
+    "admin_set_member": requests.SetMemberRequest,
+    "admin_create_user": requests.CreateUserRequest,
     "finish_session": requests.FinishSessionRequest,
     "telemetry": requests.TelemetryRequest,
     "forward_backward": requests.ForwardBackwardRequest,
@@ -83,6 +94,7 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
     "save_weights_for_sampler": requests.SaveWeightsForSamplerRequest,
     "save_weights_external": requests.SaveWeightsExternalRequest,
     "asample": requests.SampleRequest,
+    "tokenize": requests.TokenizeRequest,
     "create_sampling_session": requests.CreateSamplingSessionRequest,
     "join_sampling_session": requests.JoinSamplingSessionRequest,
     "retrieve_future": requests.RetrieveFutureRequest,
@@ -99,7 +111,14 @@ RAW_BODIES: dict[str, type[BaseModel]] = {
 }
 """By operation id. The routes parse bodies by themselves, strictly: FastAPI would take a key that is given twice."""
 
-OPTIONAL_BODIES = frozenset({"auth_token", "client_config", "client_dynamic_config", "finish_session"})
+OPTIONAL_BODIES = frozenset(
+    {"auth_token", "rotate_key", "admin_rotate_key", "client_config", "client_dynamic_config", "finish_session"}
+)
+
+FORMS: dict[str, tuple[type[BaseModel], str]] = {
+    "import_checkpoint": (requests.ImportCheckpointRequest, "adapter_model"),
+}
+"""By operation id: the fields of a multipart form, and its file."""
 
 PROTOBUF_BODIES = {"forward_backward": "ForwardBackwardRequest"}
 
@@ -148,6 +167,8 @@ def build(app: FastAPI) -> dict[str, Any]:
             name = operation["operationId"]
             if name in RAW_BODIES:
                 operation["requestBody"] = _body(name)
+            if name in FORMS:
+                operation["requestBody"] = _form(name)
             if name in EVENT_STREAMS:
                 operation["responses"]["200"]["content"]["text/event-stream"] = {
                     "schema": {"type": "string", "description": "Server-sent events, with `stream: true`."}
@@ -193,6 +214,14 @@ def _body(name: str) -> dict[str, Any]:
             }
         }
     return {"required": name not in OPTIONAL_BODIES, "content": content}
+
+
+def _form(name: str) -> dict[str, Any]:
+    model, file = FORMS[name]
+    fields = model.model_json_schema(ref_template=REF)
+    fields["properties"][file] = {"type": "string", "format": "binary", "description": "adapter_model.safetensors."}
+    fields["required"] = [*fields.get("required", []), file]
+    return {"required": True, "content": {MULTIPART: {"schema": fields}}}
 
 
 def _describe_future(operation: dict[str, Any]) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.auth import Principal, unauthenticated
+from app.auth import unauthenticated
 from app.dependencies import AuthenticatorDep, PrincipalDep, ServicesDep, SettingsDep, StoreDep
+from app.principal import Principal
 from app.routes.bodies import read_model
-from app.services import utc_now
+from app.routes.keys import Force
 from schemas.errors import NotFound
 from schemas.requests import AuthTokenRequest
 from schemas.responses import ApiKeyDetails, ApiKeyOrganization, ApiKeyResponse, ApiKeyUser, AuthTokenResponse
+from schemas.roles import PERMISSIONS
 from store.database import Store
-from store.keys import get_project, revoke_key, valid_key
+from store.keys import get_project, valid_key
 from store.records import KeyRecord, ProjectRecord
 
 router = APIRouter(prefix="/auth", tags=["account"])
@@ -43,14 +45,19 @@ async def get_own_api_key(principal: PrincipalDep, store: StoreDep) -> ApiKeyRes
         name=key.name,
         note=f"{key.prefix}...",
         details=ApiKeyDetails(org_details=ApiKeyOrganization(name=project.name), user_details=ApiKeyUser(email="")),
+        project_id=principal.project_id,
+        role=principal.role,
+        permissions=[each for each in PERMISSIONS if each in principal.permissions],
     )
 
 
 @router.delete("/apikey/me", operation_id="delete_own_api_key", status_code=204)
-async def delete_own_api_key(principal: PrincipalDep, store: StoreDep, authenticator: AuthenticatorDep) -> Response:
+async def delete_own_api_key(
+    principal: PrincipalDep, services: ServicesDep, authenticator: AuthenticatorDep, force: Force = False
+) -> Response:
     """Revoke the key of this request, and all tokens made from it, at once."""
-    await store.write(lambda db: revoke_key(db, principal.project_id, principal.key_id, utc_now(), by=principal.key_id))
-    authenticator.forget(principal.key_id)
+    await services.project_keys.revoke(principal, principal.project_id, principal.key_id, force=force)
+    authenticator.forget()
     return Response(status_code=204)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
 from app.error_shapes import anthropic_error
@@ -21,10 +21,15 @@ VERSIONS = ("2026-10-21", "2023-06-01")
 """For what is read here they differ in one thing: the newer one has no temperature, top_p and top_k. They are honoured
 under both, since the models behind this door have them."""
 
+Beta = Annotated[
+    Literal["true"] | None,
+    Query(description="Sent by the beta methods of Anthropic's clients. The same is read with and without it."),
+]
+
 
 @router.post("/messages", operation_id="anthropic_messages", response_model=MessageResponse)
 async def anthropic_messages(
-    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep, beta: Beta = None
 ) -> Response:
     """Say what comes next in a chat."""
     _check_version(request)
@@ -43,7 +48,7 @@ async def anthropic_messages(
 
 @router.post("/messages/count_tokens", operation_id="anthropic_count_tokens")
 async def anthropic_count_tokens(
-    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep
+    request: Request, principal: PrincipalDep, services: ServicesDep, settings: SettingsDep, beta: Beta = None
 ) -> TokenCount:
     """How many tokens the prompt of a message would have. Nothing is drawn."""
     _check_version(request)

@@ -26,7 +26,7 @@ async def get_audit_log(
     principal: PrincipalDep,
     services: ServicesDep,
     event_type: Annotated[
-        EventType, Query(description="Whose events. Those of sessions and keys are in `all` only.")
+        EventType, Query(description="Whose events. Those of sessions, keys, users and members are in `all` only.")
     ] = "all",
     day: Annotated[date | None, BeforeValidator(_check_day), Query(description="A UTC day; default: today.")] = None,
 ) -> AuditLogResponse:

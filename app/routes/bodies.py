@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import Request
+from pydantic import ValidationError
 
-from app.auth import Principal
 from app.codec import (
     BodyTooLarge,
     BodyUnreadable,
@@ -25,9 +25,11 @@ from app.codec import (
     read_body,
 )
 from app.codec.forward_backward import JSON
+from app.errors import validation_error
+from app.principal import Principal
 from app.services import Services
 from app.settings import Settings
-from schemas.errors import SeqIdConflict, TinsmithError, UnsupportedMediaType
+from schemas.errors import SeqIdConflict, TinsmithError, TooManyRequests, UnsupportedMediaType
 from schemas.http.base import RequestModel
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,14 @@ async def parse_model(request: Request, body: bytes, model: type[M]) -> M:
     return await asyncio.to_thread(parse_request, body, model)
 
 
+def checked(model: type[M], value: object) -> M:
+    """`value` as `model`. Raises `InvalidRequest` that names each wrong field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise validation_error(error.errors(include_url=False), model) from None
+
+
 async def numbered(
     request: Request,
     settings: Settings,
@@ -78,7 +88,8 @@ async def numbered(
     except TinsmithError as error:
         if isinstance(error, BodyTooLarge | BodyUnreadable):
             body, encoding = error.prefix, content_encoding(request.headers.get("content-encoding"))
-        if 400 <= error.status < 500 and not isinstance(error, SeqIdConflict):
+        # One that is to be sent again, with its number, has not used it up.
+        if 400 <= error.status < 500 and not isinstance(error, SeqIdConflict | TooManyRequests):
             await _note_refusal(request, services, principal, body, encoding)
         raise
 

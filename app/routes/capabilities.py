@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib.metadata import version
 
 from fastapi import APIRouter
 
@@ -27,7 +28,9 @@ async def get_server_capabilities(services: ServicesDep) -> ServerCapabilitiesRe
         length = runtime.info.context_length if runtime.info is not None else None
         models.append(SupportedModel(model_name=name, max_context_length=length, trainable=usable, sampleable=usable))
     engine = _engine(services.settings.engine)
-    return ServerCapabilitiesResponse(supported_models=models, engine=engine, notes=list(NOTES))
+    return ServerCapabilitiesResponse(
+        supported_models=models, engine=engine, server_version=version("tinsmith"), notes=list(NOTES)
+    )
 
 
 def _engine(name: str) -> EngineCapabilities:

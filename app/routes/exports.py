@@ -10,14 +10,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from starlette.background import BackgroundTask
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
 
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
+from app.errors import render
 from app.routes.checkpoints import CheckpointId, RunId
 from app.services.archives import TarStream
 from app.services.paths import parse_checkpoint_id
 from app.settings import Settings
-from schemas.responses import ExternalWeightsUrls
+from schemas.errors import InvalidRequest, RangeNotSatisfiable, TinsmithError
+from schemas.responses import CheckpointFile, CheckpointFilesResponse, ErrorResponse, ExternalWeightsUrls
 
 router = APIRouter(tags=["exports"])
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -44,6 +47,34 @@ async def external_weights_urls(
     addresses, expires = await services.exports.addresses(principal.project_id, path)
     urls = {name: _absolute(request, settings, address) for name, address in addresses.items()}
     return ExternalWeightsUrls(urls=urls, expires=expires)
+
+
+@router.get(
+    "/training_runs/{training_run_id}/checkpoints/{checkpoint_id:path}/files",
+    operation_id="checkpoint_files",
+    response_model_exclude_none=True,
+)
+async def checkpoint_files(
+    training_run_id: RunId,
+    checkpoint_id: CheckpointId,
+    request: Request,
+    principal: PrincipalDep,
+    services: ServicesDep,
+    settings: SettingsDep,
+) -> CheckpointFilesResponse:
+    """The PEFT files of a checkpoint of any kind: sizes, checksums, and addresses that work without a key."""
+    path = parse_checkpoint_id(training_run_id, checkpoint_id)
+    offered, expires = await services.exports.files(principal.project_id, path)
+    files = [
+        CheckpointFile(
+            name=each.name,
+            url=_absolute(request, settings, each.address),
+            size_bytes=each.size_bytes,
+            sha256=each.sha256,
+        )
+        for each in offered
+    ]
+    return CheckpointFilesResponse(files=files, expires=expires)
 
 
 @router.get(
@@ -75,6 +106,7 @@ async def checkpoint_archive(
     responses={
         200: {"content": {**BYTES, "application/x-tar": BINARY}, "description": "The file, or the archive."},
         206: {"content": BYTES, "description": "The range that was asked for."},
+        416: {"model": ErrorResponse, "description": "The file has no such range; `Content-Range` tells its size."},
     },
 )
 async def download_file(
@@ -105,10 +137,37 @@ class _HeldFile(FileResponse):
         self._release = release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused: list[Message] = []
+
+        async def keep_refusals(message: Message) -> None:
+            if refused or (message["type"] == "http.response.start" and message["status"] in _REFUSALS):
+                refused.append(message)
+            else:
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, keep_refusals)
         finally:
             self._release()
+        if refused:
+            await _range_refusal(refused[0], scope)(scope, receive, send)
+
+
+_REFUSALS: dict[int, type[TinsmithError]] = {400: InvalidRequest, 416: RangeNotSatisfiable}
+"""What the library answers to a Range, as plain text."""
+
+
+def _range_refusal(head: Message, scope: Scope) -> Response:
+    """The library's refusal of a Range in the shape of every other error."""
+    given = Headers(scope=scope).get("range", "")
+    error = _REFUSALS[head["status"]](
+        f"Range {given[:100]!r} is not one that this file has", field="Range", hint="write bytes=FIRST-LAST"
+    )
+    answer = render(error, scope["state"]["request_id"], scope["path"])
+    size = Headers(raw=head["headers"]).get("content-range")
+    if size is not None:
+        answer.headers["Content-Range"] = size
+    return answer
 
 
 def _absolute(request: Request, settings: Settings, address: str) -> str:

@@ -32,6 +32,9 @@ from store.records import Completion
 
 router = APIRouter(tags=["futures"])
 
+QUICK_BYTES = 16 * 1024
+"""A result up to which its JSON is written in less than it takes to hand it to a thread and back."""
+
 
 @router.post("/retrieve_future", operation_id="retrieve_future", response_model=None)
 async def retrieve_future(
@@ -118,7 +121,8 @@ def _completion(completion: Completion) -> FutureFinished | FutureFailed:
 async def _deliver(outcome: Ready, accept: str) -> Response:
     if outcome.content_type != PROTOBUF or PROTOBUF in accept:
         return Response(outcome.data, 200, media_type=outcome.content_type)
-    text = await asyncio.to_thread(_as_json, outcome)
+    quick = len(outcome.data) <= QUICK_BYTES
+    text = _as_json(outcome) if quick else await asyncio.to_thread(_as_json, outcome)
     return Response(text, 200, media_type=JSON)
 
 

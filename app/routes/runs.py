@@ -10,7 +10,9 @@ from app.dependencies import PrincipalDep, ServicesDep
 from app.routes.checkpoints import shown
 from app.services.runs import ListedRun
 from schemas.errors import NotFound
+from schemas.http.run_metrics import RunMetricsSummary
 from schemas.responses import Cursor, TrainingRun, TrainingRunsResponse
+from store.run_metrics import RunOverview
 
 router = APIRouter(tags=["training runs"])
 
@@ -26,13 +28,18 @@ async def list_training_runs(
     offset: Annotated[int, Query(ge=0, le=2**31)] = 0,
     access_scope: Scope = "owned",
     project_id: Annotated[str | None, Query(max_length=256)] = None,
+    include_metrics: Annotated[bool, Query(description="Tell what each measured, in short.")] = False,
 ) -> TrainingRunsResponse:
     """The project's training runs, newest first."""
     if project_id is not None and project_id != principal.project_id:
         raise NotFound(f"there is no project {project_id!r} for this key", field="project_id")
     page, total = await services.runs.page(principal.project_id, limit, offset)
+    metrics: dict[str, RunOverview] = {}
+    if include_metrics:
+        metrics = await services.run_metrics.overviews([listed.run.model_id for listed in page])
     return TrainingRunsResponse(
-        training_runs=[_shown(run) for run in page], cursor=Cursor(offset=offset, limit=limit, total_count=total)
+        training_runs=[_shown(listed, metrics.get(listed.run.model_id)) for listed in page],
+        cursor=Cursor(offset=offset, limit=limit, total_count=total),
     )
 
 
@@ -44,7 +51,7 @@ async def get_training_run(
     return _shown(await services.runs.single(principal.project_id, training_run_id))
 
 
-def _shown(listed: ListedRun) -> TrainingRun:
+def _shown(listed: ListedRun, overview: RunOverview | None = None) -> TrainingRun:
     run = listed.run
     return TrainingRun(
         training_run_id=run.model_id,
@@ -53,7 +60,14 @@ def _shown(listed: ListedRun) -> TrainingRun:
         corrupted=run.state == "lost",
         lora_rank=None if run.lora is None else run.lora.rank,
         last_request_time=run.last_request_at,
+        created_time=run.created_at,
+        state=run.state,
         last_checkpoint=None if listed.training is None else shown(listed.training),
         last_sampler_checkpoint=None if listed.sampler is None else shown(listed.sampler),
         user_metadata=dict(run.user_metadata),
+        metrics=None if overview is None else _summary(overview),
     )
+
+
+def _summary(overview: RunOverview) -> RunMetricsSummary:
+    return RunMetricsSummary(steps=overview.steps, tokens=overview.tokens, losses=list(overview.losses))

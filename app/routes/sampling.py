@@ -27,7 +27,7 @@ async def create_sampling_session(
 ) -> CreateSamplingSessionResponse:
     """Open a sampler on a checkpoint or a base model. Answers at once."""
     body = await read_model(request, settings, CreateSamplingSessionRequest)
-    sampler_id = await services.sampling.create_session(principal.project_id, body)
+    sampler_id = await services.samplers.open(principal.project_id, body)
     services.housekeeping.touch(body.session_id)
     return CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
@@ -39,7 +39,7 @@ async def get_sampler(
     services: ServicesDep,
 ) -> SamplerResponse:
     """Which weights a sampler samples."""
-    sampler = await services.sampling.sampler(principal.project_id, sampler_id)
+    sampler = await services.samplers.view(principal.project_id, sampler_id)
     return SamplerResponse(sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
 
 
@@ -49,7 +49,7 @@ async def join_sampling_session(
 ) -> JoinSamplingSessionResponse:
     """Get a number for a copy of a sampling client."""
     body = await read_model(request, settings, JoinSamplingSessionRequest)
-    number = await services.sampling.join(principal.project_id, body.sampling_session_id)
+    number = await services.samplers.join(principal.project_id, body.sampling_session_id)
     services.housekeeping.touch(session_of(body.sampling_session_id))
     return JoinSamplingSessionResponse(client_counter=number)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,9 +11,9 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.auth import Principal
 from app.dependencies import PresenceDep, PrincipalDep, ServicesDep, SettingsDep, StoreDep
 from app.presence import no_such_session
+from app.principal import Principal
 from app.routes.bodies import read_model
 from app.services.tokens import user_urn
 from schemas.errors import NotFound
@@ -41,10 +42,20 @@ from store.records import SessionRecord, SessionState, SessionSummaryRecord
 
 router = APIRouter(tags=["sessions"])
 
+SECONDS_FOR_LAST_POLLS = 0.1
+"""A program that closes right after a sample has its last poll, which only says what it got, on its way beside
+the request that ends the session. The SDK cancels that poll once the session has ended, and on Python 3.11
+`asyncio.wait_for` loses a cancellation that meets an answer: the SDK then waits for ever. The pause avoids that."""
+
 SessionId = Annotated[str, Path(max_length=256, description="The session.")]
 IdempotencyKey = Annotated[
     str | None,
-    Header(alias="X-Idempotency-Key", max_length=256, description="The same key again gives the same session."),
+    Header(
+        alias="X-Idempotency-Key",
+        min_length=1,
+        max_length=256,
+        description="The same key again gives the same session.",
+    ),
 ]
 
 
@@ -74,7 +85,9 @@ async def create_session(
             by=principal.key_id,
         )
     )
-    return CreateSessionResponse(session_id=record.session_id)
+    root = (settings.public_url or str(request.base_url)).rstrip("/")
+    where = f"{root}/console/#/sessions/{record.session_id}"
+    return CreateSessionResponse(session_id=record.session_id, info_message=f"watch this session at {where}")
 
 
 @router.post("/session_heartbeat", operation_id="session_heartbeat")
@@ -87,7 +100,7 @@ async def session_heartbeat(
     return SessionHeartbeatResponse()
 
 
-@router.post("/sessions/{session_id}/finish", operation_id="finish_session", status_code=200)
+@router.post("/sessions/{session_id}/finish", operation_id="finish_session", status_code=200, response_class=Response)
 async def finish_session(
     session_id: SessionId,
     request: Request,
@@ -98,6 +111,7 @@ async def finish_session(
 ) -> Response:
     """End a session and free its adapters. The first reason wins; repeats are answered alike. The answer is empty."""
     end = await read_model(request, settings, FinishSessionRequest, absent=FinishSessionRequest())
+    await asyncio.sleep(SECONDS_FOR_LAST_POLLS)
     record = await services.runs.finish_session(
         principal.project_id, session_id, end.reason.type, end.detail, by=principal.key_id
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from app.dependencies import ServicesDep
-from schemas.operations import MemoryEstimate
+from schemas.base_model_info import MemoryEstimate
 from schemas.responses import MemoryNeeds, ModelThroughput, ThroughputResponse, WorkWaiting
 from workers.runtime_protocol import Runtime
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from app.auth import Principal
 from app.dependencies import PrincipalDep, ServicesDep, SettingsDep
+from app.principal import Principal
 from app.routes.bodies import codec_limits, numbered, parse_model
 from app.services import Services
 from app.services.paths import session_of

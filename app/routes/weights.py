@@ -27,11 +27,15 @@ router = APIRouter(tags=["weights"])
 
 IdempotencyKey = Annotated[
     str | None,
-    Header(alias="X-Idempotency-Key", max_length=256, description="The same key again gives the same copy."),
+    Header(
+        alias="X-Idempotency-Key", min_length=1, max_length=256, description="The same key again gives the same copy."
+    ),
 ]
 WeightsAccessToken = Annotated[
     str | None,
-    Header(alias=TOKEN_HEADER, max_length=4096, description="An API key of the project that owns the source."),
+    Header(
+        alias=TOKEN_HEADER, min_length=1, max_length=4096, description="An API key of the project that owns the source."
+    ),
 ]
 
 
@@ -43,7 +47,7 @@ async def save_weights(
 
     async def accept(body: bytes) -> UntypedPromise:
         parsed = await parse_model(request, body, SaveWeightsRequest)
-        record = await services.weights.save(principal.project_id, parsed)
+        record = await services.saves.save(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
     return await numbered(request, settings, services, principal, accept)
@@ -57,7 +61,7 @@ async def save_weights_for_sampler(
 
     async def accept(body: bytes) -> UntypedPromise:
         parsed = await parse_model(request, body, SaveWeightsForSamplerRequest)
-        record = await services.weights.save_for_sampler(principal.project_id, parsed)
+        record = await services.saves.save_for_sampler(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
     return await numbered(request, settings, services, principal, accept)
@@ -71,7 +75,7 @@ async def save_weights_external(
 
     async def accept(body: bytes) -> UntypedPromise:
         parsed = await parse_model(request, body, SaveWeightsExternalRequest)
-        record = await services.weights.save_external(principal.project_id, parsed)
+        record = await services.saves.save_external(principal.project_id, parsed)
         return _promise(services, record.request_id, parsed.model_id)
 
     return await numbered(request, settings, services, principal, accept)
@@ -88,7 +92,7 @@ async def load_weights(
 
     async def accept(body: bytes) -> UntypedPromise:
         parsed = await parse_model(request, body, LoadWeightsRequest)
-        record, model_id = await services.weights.load(principal.project_id, parsed)
+        record, model_id = await services.loads.load(principal.project_id, parsed)
         return _promise(services, record.request_id, model_id)
 
     return await numbered(request, settings, services, principal, accept)

@@ -1,0 +1,1 @@
+"""What operators watch: counted as it happens (`events.py`), or read when it is asked for (`state.py`)."""
