@@ -1,0 +1,1 @@
+"""The web console in a real browser, on a real server."""
