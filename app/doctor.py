@@ -65,6 +65,7 @@ def check_data_folder(
             tell("checking the database")
             checks.append(_database(connection))
             checks.append(_schema(connection))
+            tell("checking files")
             if all(check.status != "fail" for check in checks[1:]):
                 rows = checkpoint_files(connection), body_files(connection), snapshot_files(connection)
             else:

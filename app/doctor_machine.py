@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import resource
 import shutil
 import sqlite3
 import subprocess
@@ -18,17 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from app.checks import Check, megabytes
+from app.exposure import exposed
 from app.serve import cannot_listen, listen
-from app.settings import BaseModelSource, Settings
+from app.settings import BaseModelSource, Settings, SettingsError
+from app.tls import server_context
 from engines.base_models import built_in_folder
 from engines.environments import check_in, engine_interpreter, with_project
-from engines.machine import compute_threads
+from engines.machine import compute_threads, machine_memory, usable_cores
 from schemas.errors import TinsmithError
 
 LITTLE_ROOM, TOO_LITTLE_ROOM = 2 << 30, 100 << 20
 """Free bytes on the disk below which there is a warning, and below which a server should not be started."""
+LITTLE_MEMORY = 1 << 30
+FEW_FILES = 4096
+GPU_DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("tinsmith", "torch", "transformers", "safetensors", "sqlalchemy", "aiosqlite")
 SDK = "tinker"
+CLIENTS = ("openai", "anthropic")
+SDK_VERSIONS = ((0, 16), (0, 38))
+"""The oldest and the newest version of the SDK that are tested (docs/compatibility.md)."""
 PLAN_SECONDS = 120
 _HEADER_LIMIT = 100 << 20
 _WIDTH = {"float32": 4, "bfloat16": 2}
@@ -41,8 +51,12 @@ def check_machine(settings: Settings, running: str | None) -> list[Check]:
     return [
         _disk(settings.data_dir),
         _port(settings, running),
+        _exposure(settings),
         engine,
         _compute(settings, plan),
+        _gpus(plan),
+        _main_memory(running),
+        _open_files(),
         *(_memory(settings, model, plan, running) for model in settings.base_model),
         _versions(),
     ]
@@ -66,8 +80,24 @@ def _port(settings: Settings, running: str | None) -> Check:
     except OSError as error:
         if running is not None:
             return Check("port", "ok", f"{settings.host}:{settings.port} is in use, as is this data folder")
-        return Check("port", "fail", cannot_listen(settings, error))
+        return Check("port", "fail", "; ".join(cannot_listen(settings, error)))
     return Check("port", "ok", f"{settings.host}:{settings.port} is free")
+
+
+def _exposure(settings: Settings) -> Check:
+    """Whether what clients send is encrypted wherever others could read it."""
+    try:
+        server_context(settings)
+    except SettingsError as error:
+        return Check("encryption", "fail", str(error))
+    warning = exposed(settings)
+    if warning is not None:
+        return Check("encryption", "warn", warning)
+    if settings.tls_cert is not None:
+        return Check("encryption", "ok", f"TLS, with the certificate {settings.tls_cert}")
+    if settings.trusted_proxies:
+        return Check("encryption", "ok", f"by the proxies {', '.join(settings.trusted_proxies)}")
+    return Check("encryption", "ok", "nothing leaves this machine")
 
 
 def _engine(settings: Settings) -> tuple[Check, str]:
@@ -109,6 +139,33 @@ def _compute(settings: Settings, plan: dict[str, Any]) -> Check:
     if 0 < plan["devices"] < settings.ranks:
         return Check("compute", "fail", f"{detail}: each rank needs a GPU of its own, there are {plan['devices']}")
     return Check("compute", "ok", detail)
+
+
+def _gpus(plan: dict[str, Any]) -> Check:
+    """What torch finds, against what the machine has."""
+    found = plan.get("gpus", [])
+    if found:
+        names = ", ".join(f"{found.count(name)} x {name}" for name in dict.fromkeys(found))
+        return Check("gpu", "ok", names if plan["device"].startswith("cuda") else f"{names}, not used: device is cpu")
+    if GPU_DRIVER.exists():
+        wrong = "this machine has an NVIDIA driver, but the installed torch finds no GPU"
+        return Check("gpu", "warn", wrong, ("install a build of torch for GPUs, or let the container have them",))
+    return Check("gpu", "ok", "none")
+
+
+def _main_memory(running: str | None) -> Check:
+    total, free = machine_memory()
+    detail = f"{megabytes(free)} free of {megabytes(total)}, {usable_cores()} cores"
+    short = free < LITTLE_MEMORY and running is None
+    return Check("memory", "warn" if short else "ok", f"{detail}{': little for a server' if short else ''}")
+
+
+def _open_files() -> Check:
+    """Each connection of a client is one; the server raises its own limit as far as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most in (resource.RLIM_INFINITY, -1):
+        return Check("open files", "ok", "no limit")
+    return Check("open files", "warn" if most < FEW_FILES else "ok", f"at most {most}")
 
 
 def _memory(settings: Settings, model: BaseModelSource, plan: dict[str, Any], running: str | None) -> Check:
@@ -156,13 +213,22 @@ def _parameters(file: Path) -> int:
 
 
 def _versions() -> Check:
-    found = {name: _version(name) for name in (*PACKAGES, SDK)}
-    missing = tuple(f"{name} is not installed" for name in PACKAGES if found[name] is None)
-    sdk = found.pop(SDK)
+    found = {name: _version(name) for name in PACKAGES}
+    problems = [f"{name} is not installed" for name in PACKAGES if found[name] is None]
+    missing = bool(problems)
     parts = [f"{name} {number}" for name, number in found.items() if number is not None]
     parts += [f"python {platform.python_version()}", f"SQLite {sqlite3.sqlite_version}"]
+    sdk = _version(SDK)
     parts.append(f"SDK {SDK} {sdk}" if sdk else f"SDK {SDK} not installed (only clients need it)")
-    return Check("versions", "fail" if missing else "ok", ", ".join(parts), missing)
+    parts += [f"{name} {number}" for name in CLIENTS if (number := _version(name)) is not None]
+    if sdk is not None and not SDK_VERSIONS[0] <= _major_minor(sdk) <= SDK_VERSIONS[1]:
+        oldest, newest = (".".join(map(str, each)) for each in SDK_VERSIONS)
+        problems.append(f"SDK {SDK} {sdk} is not tested with this server; {oldest} to {newest} are")
+    return Check("versions", "fail" if missing else "warn" if problems else "ok", ", ".join(parts), tuple(problems))
+
+
+def _major_minor(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", number)[:2])
 
 
 def _version(package: str) -> str | None:
