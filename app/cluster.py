@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from app.groups import worker_spec
-from app.services import Lost, RuntimePlaces, runtime_options
+from app.services.core import Lost, RuntimePlaces
+from app.services.service_settings import runtime_options
 from app.settings import Settings
 from engines.machine import compute_threads
 from workers.ray.cluster import LOCAL, Cluster

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from app.services import GroupFactory
+from app.services.core import GroupFactory
 from app.settings import Settings
 from engines.machine import compute_threads
 from workers.group import WorkerGroup

@@ -2,72 +2,102 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from app import errors, openapi
+from app import errors, openapi, parameters, permissions
 from app.auth import Authenticator, AuthMiddleware
 from app.cluster import connect, on_cluster, shares_cluster
 from app.error_shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
+from app.fair_requests import FairRequests
 from app.groups import local_groups
 from app.lifecycle import Lifecycle
+from app.metrics.events import Events, HttpEvents
 from app.middleware import BodyLimit, DrainGate, HostCheck, RequestContext
 from app.presence import Presence
 from app.readiness import Readiness
 from app.routes import (
     account,
     admin,
+    admin_projects,
+    admin_users,
     anthropic,
     audit,
     billing,
     capabilities,
     checkpoints,
     client,
+    console,
     custom_losses,
+    docs,
     exports,
     futures,
     health,
+    imports,
+    keys,
+    limits,
+    metrics,
     models,
     openai,
+    queue,
+    run_metrics,
     runs,
     sampling,
     sessions,
+    system,
     telemetry,
     throughput,
+    tokenize,
     traces,
     training,
     weights,
 )
-from app.services import GroupFactory, RuntimePlaces, build_services
+from app.security_headers import SecurityHeaders
+from app.services import Services
+from app.services.core import GroupFactory, RuntimePlaces
+from app.services.observing import Observer
 from app.settings import Settings
+from app.strangers import Strangers
 from schemas.errors import Unavailable
 from store.database import Store
 from store.dev_key import ensure_dev_key
-from store.keys import authenticate
 
 API = "/api/v1"
 RESOURCES: tuple[APIRouter, ...] = (
     client.router,
     account.router,
+    keys.router,
     sessions.router,
     traces.router,
     telemetry.router,
     capabilities.router,
     throughput.router,
+    system.router,
     models.router,
     training.router,
     custom_losses.router,
     weights.router,
     sampling.router,
+    tokenize.router,
     futures.router,
     runs.router,
+    imports.router,
+    run_metrics.router,
+    queue.router,
     exports.router,  # before the routes of checkpoints, whose ids hold slashes
     checkpoints.router,
     audit.router,
     admin.router,
+    admin_projects.router,
+    admin_users.router,
+    limits.router,
+    limits.operator,
     billing.router,
 )
 
@@ -84,11 +114,24 @@ def create_app(settings: Settings, *, group_factory: GroupFactory | None = None)
         summary="A self-hosted fine-tuning API that speaks Tinker's protocol.",
         version=version("tinsmith"),
         lifespan=_lifespan(settings, lifecycle, group_factory or local_groups(settings)),
+        docs_url=None,  # FastAPI's page loads its script from elsewhere: ours is app/routes/docs.py
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
+        dependencies=[Depends(permissions.permit), Depends(parameters.check)],
+        # Its spans would hold the query of every address, signatures of downloads too: ours are app/tracing.py.
+        telemetry={
+            "tracing": False,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
     )
     app.state.settings = settings
     app.state.lifecycle = lifecycle
+    app.state.public_operations = permissions.PUBLIC | ({"metrics"} if settings.metrics_public else set())
+    app.state.events = Events()
+    app.state.tracing = None if settings.otel_endpoint is None else _tracing(settings.otel_endpoint)
     errors.install(app)
     openapi.install(app)
     for router in RESOURCES:
@@ -98,13 +141,49 @@ def create_app(settings: Settings, *, group_factory: GroupFactory | None = None)
     _include_doors(app)
     app.include_router(health.router, prefix=API)
     app.include_router(health.router, include_in_schema=False)
+    app.include_router(console.router)
+    app.include_router(docs.router)
+    app.include_router(metrics.router)
+    permissions.check_routes(app)
+    parameters.install(app)
+    _add_middleware(app, settings, lifecycle)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, lifecycle: Lifecycle) -> None:
+    also_public = (metrics.PATH,) if settings.metrics_public else ()
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
-    app.add_middleware(AuthMiddleware)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, import_limit=settings.max_import_bytes)
+    app.add_middleware(FairRequests)
+    app.add_middleware(AuthMiddleware, also_public=also_public)
     app.add_middleware(DrainGate, draining=lambda: lifecycle.draining)
     app.add_middleware(HostCheck, host=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(RequestContext)
-    return app
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+            allow_credentials=False,  # there are no cookies: a page needs a key of its own
+        )
+    app.add_middleware(Strangers, also_public=also_public)
+    app.add_middleware(SecurityHeaders)
+    if app.state.tracing is not None:
+        from app.tracing import HttpSpans
+
+        app.add_middleware(HttpSpans, tracing=app.state.tracing)
+    app.add_middleware(HttpEvents, events=app.state.events)
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
+
+
+def _tracing(endpoint: str) -> Observer:
+    """Raises `SettingsError` if what it needs is not installed."""
+    from app.tracing import open_tracing  # not without need: it takes a moment
+
+    return open_tracing(endpoint)
 
 
 def _include_doors(app: FastAPI) -> None:
@@ -146,16 +225,20 @@ async def _open(
     store = await Store.open(settings.data_dir, settings.database_url)
     closing.push_async_callback(store.close)
     app.state.store = store
+    events: Events = app.state.events
+    store.on_commit = events.committed
     places: RuntimePlaces | None = None
     if settings.ray is not None:
         _, leave = await connect(settings.ray)
         closing.push_async_callback(leave)
         places = on_cluster(settings)
+    observers: list[Observer] = [events]
+    if app.state.tracing is not None:
+        observers.append(app.state.tracing)
+        closing.push_async_callback(asyncio.to_thread, app.state.tracing.close)
     async with store.setting_up():
-        app.state.dev_key = dev_key = await ensure_dev_key(store, settings.data_dir)
-        admin_key = await store.read(lambda db: authenticate(db, dev_key))
-        app.state.admin_key_id = None if admin_key is None else admin_key.key_id
-        services = build_services(settings, store, groups, places=places, alone=shares_cluster(settings))
+        app.state.dev_key = await ensure_dev_key(store, settings.data_dir)
+        services = Services(settings, store, groups, places=places, alone=shares_cluster(settings), observers=observers)
     lifecycle.on_drain(services.stop)
     closing.push_async_callback(lifecycle.drain)
     await services.start()
@@ -163,4 +246,5 @@ async def _open(
     app.state.readiness = Readiness(services.models.runtimes)
     app.state.presence = Presence(store, services.housekeeping.touch)
     tokens = services.tokens if settings.pjwt_auth_enabled else None
-    app.state.authenticator = Authenticator(store, tokens=tokens)  # last: from here on, requests are let in
+    app.state.authenticator = Authenticator(store, tokens=tokens, used=services.key_uses.note)
+    # Last: from here on, requests are let in.

@@ -53,7 +53,7 @@ class Presence:
 
     async def _look(self, project_id: str, session_id: str) -> None:
         self._active.pop((project_id, session_id), None)
-        record = await self._store.read(lambda db: get_session(db, project_id, session_id))
+        record = await self._store.look_up(lambda db: get_session(db, project_id, session_id))
         if record is None:
             raise no_such_session(session_id)
         if record.state != "active":

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
+from schemas.http.server import ModelState
 from schemas.responses import ModelReadiness, ReadyResponse
 from workers.runtime_protocol import Runtime
 
@@ -42,21 +43,21 @@ class Readiness:
             by_runtime = {id(runtime): answer for runtime, answer in zip(distinct, found, strict=True)}
             models = []
             for name, runtime in served.items():
-                answers, detail = by_runtime[id(runtime)]
-                state = runtime.state if answers or runtime.state != "ready" else "restarting"
+                state, detail = by_runtime[id(runtime)]
                 models.append(ModelReadiness(model_name=name, state=state, detail=detail))
-            ready = all(answers for answers, _ in found)
+            ready = all(state == "ready" for state, _ in found)
             answer = ReadyResponse(status="ready" if ready else "not_ready", models=models)
             self._answer = (self._clock() + TRUST_SECONDS, answer)
             return answer
 
 
-async def _probe(runtime: Runtime) -> tuple[bool, str | None]:
+async def _probe(runtime: Runtime) -> tuple[ModelState, str | None]:
+    """State and reason of one moment."""
     if runtime.state != "ready":
-        return False, describe(runtime)
+        return runtime.state, describe(runtime)
     if await runtime.probe(PROBE_SECONDS):
-        return True, None
-    return False, f"the worker did not answer within {PROBE_SECONDS:g} s"
+        return "ready", None
+    return "restarting", f"the worker did not answer within {PROBE_SECONDS:g} s"
 
 
 def describe(runtime: Runtime) -> str | None:

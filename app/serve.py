@@ -24,12 +24,18 @@ import uvicorn
 from fastapi import FastAPI
 
 from app import logging as server_log
+from app import memory
+from app.commands.output import SETTINGS_HELP, fail, say, warn
 from app.connection import BoundedProtocol
+from app.exposure import exposed
 from app.lifecycle import Lifecycle
 from app.main import create_app
 from app.readiness import Readiness, describe
-from app.settings import Settings
+from app.settings import Settings, SettingsError
+from app.summary import summarize
+from app.tls import server_context
 from schemas.errors import TinsmithError
+from workers.rank_process import kill_all
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +55,32 @@ the loop loses that much at every system call, and heartbeats beside a burst of 
 def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app) -> int:
     """Serve until a signal; returns the exit code (0 after a drain, 1 if the server could not start)."""
     try:
+        tls = server_context(settings)
         listener = listen(settings.host, settings.port)
-    except OSError as error:
-        typer.echo(cannot_listen(settings, error), err=True)
+    except SettingsError as error:
+        fail(f"cannot start: {error}", error.remedy or SETTINGS_HELP)
         return FAILED
-    server_log.configure(settings.log_level, settings.log_format)
+    except OSError as error:
+        fail(*cannot_listen(settings, error))
+        return FAILED
+    try:
+        server_log.configure(
+            settings.log_level,
+            settings.log_format,
+            settings.own_log_file if settings.log_file is not None else None,
+            requests=settings.log_requests,
+            trace_ids=settings.otel_endpoint is not None,
+        )
+    except OSError as error:
+        listener.close()
+        fail(f"log_file {settings.log_file} cannot be written ({error.strerror})", "name another one with --log-file")
+        return FAILED
+    warning = exposed(settings)
+    if warning is not None:
+        warn(warning)
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
+    memory.bound()
     with listener:
         app = make_app(settings)
         config = uvicorn.Config(
@@ -67,12 +92,13 @@ def run(settings: Settings, make_app: Callable[[Settings], FastAPI] = create_app
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,
+            proxy_headers=False,  # the application does it, for trusted proxies only
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
-        server = Server(config, app, settings, url_of(listener))
+        server = Server(config, app, settings, url_of(listener, encrypted=tls is not None))
         try:
             server.run(sockets=[listener])
         except SystemExit:  # uvicorn's way to say that the application did not start
@@ -101,6 +127,9 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         finally:
             own_words.disabled = False
+        if self.should_exit:
+            return
+        self._keep_log()
         self._spawn(self._announce())
 
     @contextlib.contextmanager
@@ -121,21 +150,32 @@ class Server(uvicorn.Server):
         self._signals += 1
         if self._signals == 1:
             grace = self._settings.shutdown_grace
-            typer.echo(f"stopping: accepted work gets up to {grace:g} s; a second signal stops at once", err=True)
+            say(f"stopping: accepted work gets up to {grace:g} s; a second signal stops at once", err=True)
             self._spawn(self._drain())
             return
         for child in multiprocessing.active_children():
             child.kill()
+        kill_all()
         os._exit(128 + number)
 
     def explain_failed_start(self) -> None:
         """Say why the application did not come up."""
         error = getattr(self._app.state, "startup_error", None)
         if isinstance(error, TinsmithError):
-            hint = f" ({error.hint})" if error.hint else ""
-            typer.echo(f"cannot start with data folder {self._settings.data_dir}: {error.message}{hint}", err=True)
+            folder = self._settings.data_dir
+            remedy = error.hint or f"`tinsmith doctor --data-dir {folder}` looks at it; --data-dir names another one"
+            fail(f"cannot start with data folder {folder}: {error.message}", remedy)
         elif isinstance(error, Exception):
             logger.error("the server could not start", exc_info=error)
+
+    def _keep_log(self) -> None:
+        """Begin the file in the data folder, which is open now."""
+        file = self._settings.own_log_file
+        if file is None or self._settings.log_file is not None:
+            return
+        problem = server_log.keep_in(file)
+        if problem is not None:
+            warn(f"the log is only here: {file} cannot be written ({problem})")
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -149,6 +189,7 @@ class Server(uvicorn.Server):
         except Exception:
             logger.exception("draining failed")
         self.should_exit = True
+        logger.info("all accepted work is done or kept for the next start; the server ends")
 
     async def _announce(self) -> None:
         """Watch the base models load; end with the ready line, or with the reason and exit code 1."""
@@ -159,6 +200,8 @@ class Server(uvicorn.Server):
             if (await readiness.check()).status == "ready":
                 self._tell_needs()
                 typer.echo(self._ready_line())
+                self._tell_how_to_go_on()
+                self._spawn(summarize(self._app.state.events))
                 return
             if self._give_up():
                 return
@@ -168,6 +211,13 @@ class Server(uvicorn.Server):
                 typer.echo(f"{line}  [{now - began:.0f} s]")
                 shown, quiet_until = line, now + PROGRESS_SECONDS[min(repeats, len(PROGRESS_SECONDS) - 1)]
             await asyncio.sleep(0.2)
+
+    def _tell_how_to_go_on(self) -> None:
+        """What somebody who has just started it may want to know next."""
+        if sys.stderr.isatty():
+            file = self._settings.own_log_file
+            requests = "" if file is None else f"; each request has a line in {file} (tinsmith logs --follow)"
+            say(f"Ctrl-C stops the server; the address has a console{requests}", err=True)
 
     def _tell_needs(self) -> None:
         """Log what each base model and its training take of the memory that there is."""
@@ -184,9 +234,10 @@ class Server(uvicorn.Server):
         runtimes = self._app.state.services.models.runtimes.items()
         failed = [(name, runtime) for name, runtime in runtimes if runtime.state == "failed"]
         for name, runtime in failed:
-            typer.echo(f"base model {name} cannot be served: {describe(runtime)}", err=True)
+            cause = runtime.failure.message if runtime.failure is not None else describe(runtime)
+            hint = runtime.failure.hint if runtime.failure is not None else None
+            fail(f"base model {name} cannot be served: {cause}", hint or f"then start again; {SETTINGS_HELP}")
         if failed:
-            typer.echo("stopping; correct the setting (tinsmith serve --help) and start again", err=True)
             self.exit_code = FAILED
             self.should_exit = True
         return bool(failed)
@@ -215,21 +266,26 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def cannot_listen(settings: Settings, error: OSError) -> str:
-    """One line for an address that cannot be had."""
-    place = f"{settings.host}:{settings.port}"
+def cannot_listen(settings: Settings, error: OSError) -> tuple[str, str]:
+    """Why an address cannot be had, and what to do."""
+    place = f"cannot listen on {settings.host}:{settings.port}"
     if isinstance(error, socket.gaierror):
-        return f"cannot listen on {place}: {settings.host!r} is not an address of this machine"
+        return f"{place}: {settings.host!r} is not an address of this machine", "give --host 127.0.0.1, or 0.0.0.0"
     if error.errno == errno.EADDRINUSE:
-        return f"cannot listen on {place}: the port is in use; stop what uses it, or choose another with --port"
-    return f"cannot listen on {place}: {error.strerror}"
+        return f"{place}: the port is in use", "stop what uses it, or choose another with --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{place}: this machine does not have the address", "give --host 127.0.0.1, or 0.0.0.0"
+    if error.errno == errno.EACCES:
+        return f"{place}: this user may not", "choose a port above 1023 with --port"
+    return f"{place}: {error.strerror}", "choose another address with --host and --port"
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, encrypted: bool = False) -> str:
     """Where a client on this machine finds the server."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if encrypted else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def raise_descriptor_limit() -> None:

@@ -14,8 +14,9 @@ from ray import serve
 from ray.serve import Application
 
 from app import logging as server_log
+from app import memory
 from app.main import create_app
-from app.settings import Settings, check_folders, load_settings
+from app.settings import Settings, SettingsError, check_folders, load_settings
 
 MAX_ONGOING = 1000
 """Requests at once; long polls are most of them. Ray Serve's default of 5 would let them block everything else."""
@@ -32,9 +33,20 @@ def build(arguments: dict[str, Any]) -> Application:
     """
     settings = load_settings({"ray": "auto", **arguments})
     check_folders(settings)
+    if settings.tls_cert is not None:
+        raise SettingsError("tls_cert: behind Ray Serve's proxy the server has no socket of its own; encrypt before it")
 
     def make() -> FastAPI:
-        server_log.configure(settings.log_level, settings.log_format)
+        memory.bound()
+        traced = settings.otel_endpoint is not None
+        # Without a file of its own: Ray keeps what a replica writes to stderr.
+        server_log.configure(
+            settings.log_level,
+            settings.log_format,
+            settings.log_file,
+            requests=settings.log_requests,
+            trace_ids=traced,
+        )
         return create_app(settings)
 
     return _deployment(make, settings).bind()
