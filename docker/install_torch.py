@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 TORCH = "torch==2.13.0"
 
@@ -46,7 +47,7 @@ def pip_would_take_cuda() -> bool:
 def main() -> int:
     if installed():
         return 0
-    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    pip = [sys.executable, str(Path(__file__).with_name("pip_progress.py")), "install"]
     backend = os.environ.get("TINSMITH_TORCH_BACKEND", "auto")
     if backend == "default" or (backend in ("auto", "cpu") and not pip_would_take_cuda()):
         command = [*pip, TORCH]
