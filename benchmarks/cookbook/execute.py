@@ -6,7 +6,9 @@ Not responsible for what runs (`recipes.py`) or for how the results are shown (`
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import time
 from collections.abc import Mapping
@@ -14,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cookbook.recipes import MODEL, Run
+from benchmarks.cookbook.recipes import KL, MODEL, Run
 
-LIMIT = 300.0
-"""Seconds after which a program that should be through in one minute is taken for hung."""
+LIMIT = 900.0
+"""Seconds after which a program is taken for hung, on a machine that has other work, too."""
+
+SAME_MODEL = 1e-4
+"""How far, in the mean over tokens, the logprobs of sampler and trainer may be apart at the first step in float32."""
 
 TOLERANCE = 1e-3
 """By how much the loss of a repeated step may differ. On one machine's CPU it does not differ at all."""
@@ -43,12 +48,17 @@ class Place:
         """Variables of a child: nothing of the user's own accounts, no hub, the library's threads kept few."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "TINSMITH_", "HF_", "WANDB_"))}
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
-        return {**kept, **offline, "OMP_NUM_THREADS": "1", **self.variables}
+        logs = {"TINKER_COOKBOOK_RUNS_DIR": str(self.folder / "logs")}
+        return {**kept, **offline, **logs, "OMP_NUM_THREADS": "1", **self.variables}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one program did: its label and module, the metric at its first and last step, the steps, the seconds."""
+    """What one program did: its label and module, the metric at each step, the steps, the seconds.
+
+    `apart` is the cookbook's own measure of how far sampler and trainer are apart at the first step: the mean over the
+    sampled tokens of the difference of their logprobs. None if the program does not log it.
+    """
 
     label: str
     module: str
@@ -56,6 +66,7 @@ class Outcome:
     steps: list[int]
     values: list[float]
     seconds: float
+    apart: float | None = None
 
 
 def logged(log: Path) -> list[dict[str, Any]]:
@@ -94,20 +105,46 @@ def repeated(killed: Outcome, resumed: Outcome) -> list[tuple[int, float, float]
 
 
 def execute(run: Run, place: Place) -> Outcome:
-    """Run one program to its end, or until it is to be killed. Raises `Failed` if it fails or logs nothing."""
+    """Run one program to its end, or until it is to be killed.
+
+    Raises `Failed` if it fails, logs nothing, or logs what cannot be: numbers that are not finite, a first number
+    other than `begins`, a last one that should have fallen, a sampler that is another model than the trainer.
+    """
     log = place.folder / "logs" / run.log
     before = len(rows(log, run.metric))
-    arguments = [f"{key}={_value(value, place)}" for key, value in run.options.items()]
-    command = ["-m", f"tinker_cookbook.{run.module}", f"model_name={MODEL}", f"log_path={log}", *arguments]
+    options = {run.model_option: MODEL, run.log_option: log, **run.options}
+    arguments = [f"{key}={_value(value, place)}" for key, value in options.items() if key is not None]
+    command = ["-m", f"tinker_cookbook.{run.module}", *arguments]
     begin = time.monotonic()
-    output = place.folder / "output" / f"{run.log}.{before}.txt"
+    output = place.folder / "output" / f"{run.log.replace('/', '-')}.{before}.txt"
     output.parent.mkdir(exist_ok=True)
     _child(command, place, output, log, run)
     seconds = time.monotonic() - begin
-    new = rows(log, run.metric)[before:]  # a program that resumes appends
-    if not new or not any(run.proof in row for row in logged(log)):
-        raise Failed(f"{run.label}: no optimizer step was logged\n{_end(output)}")
-    return Outcome(run.label, run.module, run.metric, [s for s, _ in new], [v for _, v in new], seconds)
+    if run.prints is not None:
+        values = [float(found) for found in re.findall(run.prints, output.read_text("utf-8", "replace"))]
+        new, apart = list(enumerate(values)), None
+    else:
+        new = rows(log, run.metric)[before:]  # a program that resumes appends
+        apart = next(iter(value for _, value in rows(log, KL)[before:]), None)
+        if not any(run.proof in row for row in logged(log)):
+            raise Failed(f"{run.label}: no optimizer step was logged\n{_end(output)}")
+    if not new:
+        raise Failed(f"{run.label}: there is no {run.metric}\n{_end(output)}")
+    outcome = Outcome(run.label, run.module, run.metric, [s for s, _ in new], [v for _, v in new], seconds, apart)
+    _judge(run, outcome)
+    return outcome
+
+
+def _judge(run: Run, outcome: Outcome) -> None:
+    first, last = outcome.values[0], outcome.values[-1]
+    if not all(map(math.isfinite, outcome.values)):
+        raise Failed(f"{run.label}: {run.metric} is not finite: {outcome.values}")
+    if run.begins is not None and abs(first - run.begins[0]) > run.begins[1]:
+        raise Failed(f"{run.label}: {run.metric} begins at {first}, which is not {run.begins[0]}")
+    if run.falls and not last < first:
+        raise Failed(f"{run.label}: {run.metric} does not fall: {outcome.values}")
+    if outcome.apart is not None and not abs(outcome.apart) < SAME_MODEL:
+        raise Failed(f"{run.label}: sampler and trainer are {outcome.apart} apart at the first step")
 
 
 def download(path: str, place: Place) -> tuple[float, list[str]]:
@@ -134,9 +171,17 @@ def _child(command: list[str], place: Place, output: Path, log: Path, run: Run) 
     deadline = time.monotonic() + LIMIT
     with output.open("wb") as sink:
         child = subprocess.Popen(
-            [place.python, *command], cwd=place.folder, env=place.environment(), stdout=sink, stderr=sink
+            [place.python, *command],
+            cwd=place.folder,
+            env=place.environment(),
+            stdin=subprocess.PIPE,
+            stdout=sink,
+            stderr=sink,
         )
         try:
+            if child.stdin is not None:
+                child.stdin.write((run.typed or "").encode())
+                child.stdin.close()
             while child.poll() is None and time.monotonic() < deadline:
                 if run.kill_at is not None and any(step >= run.kill_at for step, _ in rows(log, run.metric)):
                     return

@@ -67,7 +67,7 @@ def adapter(model: Any, rank: int, number: int) -> AdapterWeights:
     """Adapter `number` of every side: on all attention and MLP projections, with a B that changes what is drawn."""
     import torch
 
-    from engines.lora import init_adapter
+    from engines.lora_targets import init_adapter
     from schemas.operations import LoraSpec
 
     weights = init_adapter(model, LoraSpec(rank=rank, seed=number, train_unembed=False))

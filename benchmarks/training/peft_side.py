@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from benchmarks.training.work import BETAS, EPS, LEARNING_RATE, Example, Outcome, SideSpec, Work
-from engines.lora import init_adapter
+from engines.lora_targets import init_adapter
 from schemas.operations import LORA_ALPHA, LoraSpec
 
 IGNORED = -100
