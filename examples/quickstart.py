@@ -70,15 +70,18 @@ def train(
     trained_tokens = sum(sum(datum.loss_fn_inputs["weights"].data) for datum in data)
     losses: list[float] = []
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+    shown = console.is_terminal  # a bar that moves, or a line now and then
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not shown) as progress:
         task = progress.add_task("training", total=steps, loss="...")
-        for _ in range(steps):
+        for number in range(1, steps + 1):
             # Both requests are sent before either is awaited, so that the server runs them back to back.
             gradient = client.forward_backward(data, loss_fn="cross_entropy")
             step = client.optim_step(types.AdamParams(learning_rate=learning_rate))
             losses.append(gradient.result().metrics["loss:sum"] / trained_tokens)
             step.result()
             progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
+            if not shown and (number % 5 == 0 or number == steps):
+                console.print(f"step {number} of {steps}: loss {losses[-1]:.3f}")
     return losses
 
 
@@ -86,7 +89,6 @@ def export(rest: tinker.RestClient, client: tinker.TrainingClient, folder: Path)
     """Download the adapter as a PEFT folder (`adapter_config.json` + `adapter_model.safetensors`)."""
     path = client.save_weights_external(f"quickstart-{int(time.time())}", ttl_seconds=3600).result().path
     files = rest.get_external_weights_urls(path).result()
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, url in sorted(files.urls.items()):
         target = folder / Path(name).name
@@ -108,6 +110,7 @@ def run(
 ) -> Report:
     """The whole run, from an empty adapter to an exported one."""
     console = console or Console()
+    output.mkdir(parents=True, exist_ok=True)  # what cannot be written is told before minutes of work
     verses = [json.loads(line) for line in VERSES.read_text(encoding="utf-8").splitlines()]
     with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
         console.print(f"creating a rank-{rank} adapter on {model} ...")
@@ -123,9 +126,13 @@ def run(
         console.print(f"loss per token: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
 
         checkpoint = client.save_state(f"quickstart-{int(time.time())}").result().path
-        console.print(f"saved {checkpoint} (resume with create_training_client_from_state_with_optimizer)")
+        # On one line, however narrow the terminal is, so that the path can be copied.
+        console.print(f"saved {checkpoint}", soft_wrap=True)
+        console.print("(resume with create_training_client_from_state_with_optimizer)")
         exported = export(tinker.RestClient(base_url=base_url, api_key=api_key), client, output)
-        console.print(f"exported {', '.join(file.name for file in exported)} to {output}/ (PEFT format)")
+        console.print(
+            f"exported {', '.join(file.name for file in exported)} to {output}/ (PEFT format)", soft_wrap=True
+        )
     return Report(losses, before, after, checkpoint, exported)
 
 
