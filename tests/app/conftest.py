@@ -14,7 +14,8 @@ from fastapi import FastAPI
 
 from app.main import create_app
 from app.settings import Settings
-from schemas.operations import BaseModelInfo
+from schemas.base_model_info import BaseModelInfo
+from schemas.roles import Role
 from store.keys import create_key, ensure_project
 from tests.support.inline_group import InlineWorkerGroup
 
@@ -53,14 +54,21 @@ class Edge:
         """A client that sends no key."""
         return httpx.AsyncClient(transport=self.client._transport, base_url=BASE)
 
-    async def other_project(self, name: str = "other") -> httpx.AsyncClient:
+    async def other_project(self, name: str = "other", role: Role = "member") -> httpx.AsyncClient:
         """A client of another tenant."""
+        return self.with_key(await self.new_key(name, role))
+
+    async def new_key(self, project: str, role: Role, **rights: Any) -> str:
+        """A key of a project, which is made if there is none of this name."""
 
         async def make(db: Any) -> str:
-            project_id = await ensure_project(db, name)
-            return (await create_key(db, project_id, "key"))[1]
+            project_id = await ensure_project(db, project)
+            return (await create_key(db, project_id, "key", role=role, **rights))[1]
 
-        key = await self.app.state.store.write(make)
+        return str(await self.app.state.store.write(make))
+
+    def with_key(self, key: str) -> httpx.AsyncClient:
+        """A client that sends this key."""
         return httpx.AsyncClient(transport=self.client._transport, base_url=BASE, headers={"X-API-Key": key})
 
     async def new_session(self, **fields: Any) -> str:

@@ -25,7 +25,7 @@ from tests.app.conftest import BASE, Edge, running
 
 NOW = datetime(2026, 7, 13, 10, 30, tzinfo=UTC)
 SECRET = b"s" * 32
-KEY = KeyRecord("0" * 32, "p" * 32, "laptop", "tml-abcdefgh", NOW, None, None, None)
+KEY = KeyRecord("0" * 32, "p" * 32, "laptop", "tml-abcdefgh", NOW, None, None, None, "member")
 
 
 def tokens(now: list[datetime] | None = None, *, secret: bytes = SECRET, lifetime: float = 3600) -> Tokens:
@@ -246,8 +246,11 @@ async def test_a_key_shows_itself(edge: Edge) -> None:
     assert isinstance(shown.pop("key_id"), int)
     assert edge.app.state.dev_key.startswith(shown["note"].removesuffix("..."))
     assert len(shown.pop("note")) < 20
+    assert len(shown.pop("project_id")) == 32
     assert shown == {
         "name": "dev",
+        "role": "admin",
+        "permissions": ["read", "train", "sample", "checkpoints", "keys", "admin"],
         "details": {"org_details": {"name": "default"}, "user_details": {"email": ""}},
     }
     other = await edge.other_project("theirs")

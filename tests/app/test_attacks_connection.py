@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from app import connection
-from app.connection import MAX_HEAD_BYTES, MAX_HEADERS, BoundedProtocol
+from app.connection import MAX_HEAD_BYTES, MAX_HEADERS
+from tests.support.sockets import listening
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,18 +32,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    config = uvicorn.Config(
-        echo, port=0, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False
-    )
-    server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    running = asyncio.create_task(server._serve(None))
-    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
-        await asyncio.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = server.force_exit = True
-    await running
+    async with listening(echo) as number:
+        yield number
 
 
 class Caller:
@@ -64,14 +53,14 @@ class Caller:
 
     async def answer(self) -> tuple[int, bytes]:
         """Status and body of the next answer."""
-        head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 20)
         length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         return int(head.split()[1]), await self._reader.readexactly(length)
 
     async def closed(self) -> bool:
         """Whether the server has closed the connection, within a while."""
         try:
-            return await asyncio.wait_for(self._reader.read(), 5) == b""
+            return await asyncio.wait_for(self._reader.read(), 20) == b""
         except ConnectionError:
             return True
 
@@ -122,6 +111,14 @@ async def test_endless_trailers_and_chunk_extensions_are_stopped(port: int) -> N
         assert await stopped(caller)
 
 
+async def test_countless_trailers_are_stopped(port: int) -> None:
+    caller = await Caller.dial(port)
+    head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+    await caller.send(head + b"a:b\r\n" * MAX_HEADERS + b"\r\n")
+    assert await refusal(caller) == (431, "head_too_large")
+    assert await caller.closed()
+
+
 async def test_large_bodies_and_large_heads_within_the_bounds_pass_on_one_connection(port: int) -> None:
     caller = await Caller.dial(port)
     for _ in range(3):
@@ -136,12 +133,13 @@ async def test_large_bodies_and_large_heads_within_the_bounds_pass_on_one_connec
 
 
 async def test_a_head_that_does_not_come_ends_the_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
-    silent, slow, later, busy = [await Caller.dial(port) for _ in range(4)]
+    later, busy = [await Caller.dial(port) for _ in range(2)]
+    await busy.send(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\na")
     await later.send(b"GET / HTTP/1.1\r\n\r\n")
     assert await later.answer() == (200, b"0")
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    silent, slow = [await Caller.dial(port) for _ in range(2)]
     await later.send(b"GET / HT")
-    await busy.send(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\na")
     for letter in (b"G", b"E", b"T"):
         await slow.send(letter)
         await asyncio.sleep(0.05)

@@ -100,7 +100,7 @@ async def test_a_result_that_the_disk_refuses_is_told_later_and_the_work_is_not_
 ) -> None:
     model = await api.model()
     services = api.edge.app.state.services
-    good = services.operations._store
+    good = services.operations.settling._store
 
     async def full(work: object) -> None:
         raise Unavailable("the disk is full")
@@ -110,18 +110,20 @@ async def test_a_result_that_the_disk_refuses_is_told_later_and_the_work_is_not_
     save = await api.submit("save_weights", model_id=model, seq_id=4, path="x")
     await api.submit("zero_grad", model_id=model, seq_id=2)
     with monkeypatch.context() as broken:
-        broken.setattr(services.operations, "_store", SimpleNamespace(write=full))
+        broken.setattr(
+            services.operations.settling, "_store", SimpleNamespace(write=full, read=good.read, look_up=good.look_up)
+        )
         async with asyncio.timeout(10):
-            while len(services.operations._unsettled) < 3:  # noqa: ASYNC110 (written in the background)
+            while len(services.operations.settling._unsettled) < 3:  # noqa: ASYNC110 (written in the background)
                 await asyncio.sleep(0.02)
         await services.housekeeping.sweep()
-        assert len(services.operations._unsettled) == 3
-    assert services.operations._store is good
+        assert len(services.operations.settling._unsettled) == 3
+    assert services.operations.settling._store is good
     calls = list(api.groups.made[0].calls)
     await services.housekeeping.sweep()
     assert "error" not in await api.result(step)
     assert (await api.result(save))["path"].endswith("/weights/x")
-    assert not services.operations._unsettled
+    assert not services.operations.settling._unsettled
     assert api.groups.made[0].calls == calls
     assert (await api.client.get("checkpoints")).json()["cursor"]["total_count"] == 1
 
@@ -161,7 +163,7 @@ async def test_an_unreadable_sample_in_the_log_does_not_keep_the_server_from_sta
             "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="acme/tiny"
         )
         sampler = answer.json()["sampling_session_id"]
-        api.edge.app.state.services.operations._settle = nothing
+        api.edge.app.state.services.operations.settling.settle = nothing
         ids = [
             await api.submit(
                 "asample", sampling_session_id=sampler, seq_id=i, prompt=[5], sampling_params={"max_tokens": 200}

@@ -101,8 +101,28 @@ async def test_what_happens_to_a_checkpoint(api: Api) -> None:
     assert "expires_at" not in found[4]["event_details"]
     assert found[7]["event_details"]["reason"] == "deleted"
     key_id = (await api.edge.app.state.authenticator.principal(api.edge.app.state.dev_key)).key_id
-    assert {entry["event_details"].get("key_id") for entry in found[3:]} == {key_id}
+    assert {entry["event_details"].get("key_id") for entry in found} == {key_id}
     assert await entries((await api.other()).client, event_type="checkpoints") == []
+
+
+async def test_an_operation_names_the_key_that_asked_and_not_that_of_the_run(api: Api) -> None:
+    """Two keys of one project: one makes the run, the other saves it, and both overwrite."""
+    keys = [await api.edge.new_key("shared", "member") for _ in range(2)]
+    clients = [Api(api.edge, api.groups, api.edge.with_key(key)) for key in keys]
+    ids = [(await api.edge.app.state.authenticator.principal(key)).key_id for key in keys]
+    model_id = await clients[0].model()
+    await clients[1].do("save_weights", model_id=model_id, path="one")
+    await clients[0].do("save_weights", model_id=model_id, path="one", overwrite=True)
+    await clients[1].do("save_weights_for_sampler", model_id=model_id, path="two")
+    await clients[0].do("save_weights_external", model_id=model_id, path="three")
+    found = await entries(clients[0].client, event_type="checkpoints")
+    assert [(entry["event"], entry["event_details"]["key_id"]) for entry in found] == [
+        ("checkpoint_created", ids[1]),
+        ("checkpoint_deleted", ids[0]),
+        ("checkpoint_created", ids[0]),
+        ("checkpoint_created", ids[1]),
+        ("checkpoint_created", ids[0]),
+    ]
 
 
 async def test_a_checkpoint_that_expires_is_an_event(tiny_settings: Callable[..., Settings]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,11 +10,13 @@ import httpx
 import pytest
 from fastapi.routing import iter_route_contexts
 
-from app.auth import Authenticator, is_public, presented_key
+from app.auth import Authenticator, presented_key
+from app.public import CONSOLE_PATHS, CONSOLE_PREFIXES, is_public
 from store.keys import authenticate, create_key, ensure_project, revoke_key
 from tests.app.conftest import BASE, Edge
 
-PUBLIC = {"/healthz", "/readyz", "/api/v1/healthz", "/api/v1/readyz", "/docs", "/openapi.json"}
+PUBLIC = {"/healthz", "/readyz", "/api/v1/healthz", "/api/v1/readyz", "/openapi.json"}
+PUBLIC |= {"/docs", "/docs/start.js", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js"}
 SIGNED = "/api/v1/files/"
 
 
@@ -33,8 +35,8 @@ async def test_every_route_but_the_public_ones_needs_a_key(edge: Edge) -> None:
     client = edge.without_key()
     bodies = set()
     for method, path in sorted(routes):
-        if path.startswith(SIGNED):
-            continue
+        if path.startswith(SIGNED) or path in CONSOLE_PATHS or path.startswith(CONSOLE_PREFIXES):
+            continue  # of the console: tests/app/test_console.py
         answer = await client.request(method, f"http://localhost{path}", content=b"not even json")
         if path in PUBLIC:
             assert answer.status_code in (200, 405), path
@@ -49,7 +51,16 @@ async def test_every_route_but_the_public_ones_needs_a_key(edge: Edge) -> None:
 
 
 async def test_unknown_paths_need_a_key_too(edge: Edge) -> None:
-    for path in ("/", "/api/v1/nothing", "/api/v1/../healthz", "/docs/", "/healthz/", "/metrics", "/api/v1/files"):
+    for path in (
+        "/index.html",
+        "/consoles",
+        "/api/v1/nothing",
+        "/api/v1/../healthz",
+        "/docs/",
+        "/healthz/",
+        "/metrics",
+        "/api/v1/files",
+    ):
         answer = await edge.without_key().get(f"http://localhost{path}")
         assert answer.status_code == 401, path
 
@@ -140,13 +151,66 @@ async def test_a_revoked_key_stops_working_within_the_cache_time(edge: Edge) -> 
     assert await authenticator.principal(key) is None
 
 
+async def test_a_slow_body_does_nothing_once_its_key_is_revoked(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.auth.CACHE_SECONDS", 0.0)
+    for path, body in (("keys", b'{"name": "late"}'), ("create_session", b'{"display_name": "late"}')):
+        key = (await edge.client.post("keys", json={"name": "slow", "role": "owner"})).json()
+
+        async def slowly(revoked: str | None, body: bytes = body) -> AsyncIterator[bytes]:
+            yield body[:5]
+            if revoked is not None:
+                assert (await edge.client.delete(f"keys/{revoked}")).status_code == 204
+            yield body[5:]
+
+        client, headers = edge.with_key(key["key"]), {"Content-Type": "application/json"}
+        assert (await client.post(path, content=slowly(None), headers=headers)).status_code == 200
+        late = await client.post(path, content=slowly(key["info"]["key_id"]), headers=headers)
+        assert (late.status_code, late.json()["error"]["code"]) == (401, "unauthenticated")
+    keys = (await edge.client.get("keys")).json()["keys"]
+    assert sum(each["name"] == "late" for each in keys) == 1
+    sessions = (await edge.client.post("sessions/search", json={"display_name": "late"})).json()["sessions"]
+    assert len(sessions) == 1
+
+
+async def test_a_slow_body_does_nothing_once_its_key_may_do_less(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.auth.CACHE_SECONDS", 0.0)
+    operator = edge.client
+    project = (await operator.post("admin/projects", json={"name": "p"})).json()["project_id"]
+    user = (await operator.post("admin/users", json={"name": "u"})).json()["user_id"]
+    member = f"admin/projects/{project}/members/{user}"
+    assert (await operator.put(member, json={"role": "owner"})).is_success
+    mine = {"name": "k", "role": "owner", "user_id": user}
+    client = edge.with_key((await operator.post(f"admin/projects/{project}/keys", json=mine)).json()["key"])
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b'{"name": '
+        assert (await operator.put(f"{member}?force=true", json={"role": "read-only"})).is_success
+        yield b'"late", "role": "owner"}'
+
+    late = await client.post("keys", content=slowly(), headers={"Content-Type": "application/json"})
+    assert (late.status_code, late.json()["error"]["code"]) == (403, "forbidden")
+    keys = (await operator.get(f"admin/projects/{project}/keys")).json()["keys"]
+    assert [each["name"] for each in keys] == ["k"]
+
+
+async def test_who_was_known_stays_known_when_keys_change_and_is_looked_up_again(edge: Edge) -> None:
+    gone = (await edge.client.post("keys", json={"name": "gone"})).json()
+    await edge.with_key(gone["key"]).get("limits")
+    authenticator: Authenticator = edge.app.state.authenticator
+    assert (await edge.client.delete(f"keys/{gone['info']['key_id']}")).status_code == 204
+    assert authenticator.knows(gone["key"])
+    assert (await edge.with_key(gone["key"]).get("limits")).status_code == 401
+    assert not authenticator.knows(gone["key"])
+    assert (await edge.client.get("limits")).status_code == 200
+
+
 async def test_good_keys_are_cached_and_bad_ones_are_not(edge: Edge) -> None:
     class Counting:
         reads = 0
 
-        async def read(self, work: Any) -> Any:
+        async def look_up(self, work: Any) -> Any:
             self.reads += 1
-            return await edge.app.state.store.read(work)
+            return await edge.app.state.store.look_up(work)
 
     store = Counting()
     authenticator = Authenticator(store)  # type: ignore[arg-type]

@@ -83,7 +83,8 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
         done = runner.invoke(cli.app, ["serve", "--port", str(port), "--data-dir", str(tmp_path / "d")])
     assert done.exit_code == 1
     assert done.output.strip() == (
-        f"cannot listen on 127.0.0.1:{port}: the port is in use; stop what uses it, or choose another with --port"
+        f"error: cannot listen on 127.0.0.1:{port}: the port is in use\n"
+        "help: stop what uses it, or choose another with --port"
     )
     assert not (tmp_path / "d").exists()
 
@@ -98,10 +99,10 @@ def test_openapi_and_version(tmp_path: Path) -> None:
 
 def test_the_demo_says_what_is_missing(tmp_path: Path) -> None:
     done = runner.invoke(cli.app, ["demo", "--data-dir", str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 4
     assert "dev_key" in done.output
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     done = runner.invoke(cli.app, ["demo", "--url", f"http://127.0.0.1:{port}", "--api-key", "tml-x"])
-    assert done.exit_code == 1
+    assert done.exit_code == 3
     assert "tinsmith serve" in done.output

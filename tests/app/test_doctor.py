@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import resource
 import shutil
 import socket
 import sqlite3
@@ -219,10 +221,22 @@ def test_the_command_ends_with_0_or_1_and_writes_a_table_or_json(
         arguments = ["doctor", "--data-dir", str(folder), "--base-model", f"acme/tiny={tiny_folder}", "--port"]
         found = runner.invoke(cli.app, [*arguments, "0", "--json"])
         refused = runner.invoke(cli.app, [*arguments, port])
-    report = json.loads(found.stdout)
+    document = json.loads(found.stdout)
+    report = document["data"]
+    assert document["kind"] == "doctor"
     assert (found.exit_code, report["ok"]) == (0, True), found.output
     named = {check["name"]: check for check in report["checks"]}
-    assert {"disk", "port", "engine", "compute", "model acme/tiny", "versions"} <= named.keys()
+    assert {
+        "disk",
+        "port",
+        "engine",
+        "compute",
+        "gpu",
+        "memory",
+        "open files",
+        "model acme/tiny",
+        "versions",
+    } <= named.keys()
     assert named["engine"]["detail"] == "torch, in the server's own environment"
     assert "1 threads" in named["compute"]["detail"]
     assert "float32" in named["compute"]["detail"] or "bfloat16" in named["compute"]["detail"]
@@ -254,6 +268,34 @@ def test_a_model_that_does_not_fit_is_told(tmp_path: Path, folder: Path) -> None
     assert _memory(settings, source, plan, None).status == "warn"  # it fits, and leaves nothing for training
     assert _memory(settings, source, {**plan, "dtype": "float32"}, None).status == "fail"
     assert _memory(settings, source, {**plan, "total": 8 << 30, "free": 8 << 30}, None).status == "ok"
+
+
+def test_gpus_memory_and_clients_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from app import doctor_machine
+
+    plan = {"device": "cuda:0", "gpus": ["GPU A", "GPU B", "GPU A"]}
+    assert doctor_machine._gpus(plan).detail == "2 x GPU A, 1 x GPU B"
+    assert "not used" in doctor_machine._gpus({**plan, "device": "cpu"}).detail
+    driver = tmp_path / "version"
+    monkeypatch.setattr(doctor_machine, "GPU_DRIVER", driver)
+    assert doctor_machine._gpus({"gpus": []}).detail == "none"
+    driver.touch()
+    assert doctor_machine._gpus({"gpus": []}).status == doctor_machine._gpus({"error": "x"}).status == "warn"
+    monkeypatch.setattr(doctor_machine, "machine_memory", lambda: (8 << 30, 100 << 20))
+    assert (doctor_machine._main_memory(None).status, doctor_machine._main_memory("7").status) == ("warn", "ok")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    assert doctor_machine._open_files().status == "warn"
+    for number, status in {"0.15.9": "warn", "0.16.1": "ok", "0.38.0": "ok", "0.39.0": "warn", "1.0": "warn"}.items():
+        monkeypatch.setattr(doctor_machine, "_version", lambda name, number=number: number)
+        assert doctor_machine._versions().status == status, number
+
+
+def test_the_tested_versions_of_the_sdk_are_those_of_the_page() -> None:
+    from app.doctor_machine import SDK_VERSIONS, _major_minor
+
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+    tested = [_major_minor(number) for number in re.findall(r"^\| (\d+\.\d+\.\d+) \|", page, flags=re.MULTILINE)]
+    assert (min(tested), max(tested)) == SDK_VERSIONS
 
 
 def test_a_folder_without_a_database_is_one_clear_line(tmp_path: Path) -> None:

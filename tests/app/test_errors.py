@@ -20,7 +20,7 @@ from tests.app.conftest import Edge
 def small_app() -> FastAPI:
     app = FastAPI()
     errors.install(app)
-    app.add_middleware(BodyLimit, limit=10_000)
+    app.add_middleware(BodyLimit, limit=10_000, import_limit=10_000)
     app.add_middleware(RequestContext, new_id=lambda: "generated")
 
     @app.post("/session")
@@ -160,3 +160,26 @@ async def test_the_real_application_has_the_same_shape(edge: Edge) -> None:
     check_shape(await edge.client.get("nothing"))
     check_shape(await edge.client.post("session_heartbeat", json={"session_id": "nobody"}))
     check_shape(await edge.without_key().get("sessions"))
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field", "accepted"),
+    [
+        ("create_session", {"tagz": []}, "tagz", "sdk_version, tags, type"),
+        ("create_model", {"lora_config": {"rank": 8, "alpha": 16}}, "lora_config.alpha", "rank, seed"),
+        ("asample", {"sampling_params": {"temprature": 1}}, "sampling_params.temprature", "stop, temperature"),
+        (
+            "forward_backward",
+            {"data": [{"model_input": [1], "loss_fn_inputs": {}, "wieght": 1}]},
+            "data[0].wieght",
+            "loss_fn_inputs, model_input",
+        ),
+    ],
+)
+async def test_a_field_that_there_is_not_is_answered_with_those_that_there_are(
+    edge: Edge, route: str, body: dict[str, Any], field: str, accepted: str
+) -> None:
+    told = check_shape(await edge.client.post(route, json=body))["detail"]
+    [about] = [part for part in told.split("; ") if part.startswith(f"{field} is not a field")]
+    listed = told.split(f"{about}; accepted are: ")[1].split("; ")[0]
+    assert accepted in listed

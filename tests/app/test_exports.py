@@ -34,7 +34,10 @@ async def test_files_are_fetched_without_a_key_and_in_ranges(api: Api) -> None:
         part = await client.get(urls["adapter_model.safetensors"], headers={"Range": "bytes=8-15"})
         assert (part.status_code, part.content) == (206, whole.content[8:16])
         beyond = await client.get(urls["adapter_model.safetensors"], headers={"Range": "bytes=999999999-"})
-        assert beyond.status_code == 416
+        assert (beyond.status_code, beyond.json()["error"]["code"]) == (416, "range_not_satisfiable")
+        assert beyond.headers["content-range"] == f"bytes */{len(whole.content)}"
+        broken = await client.get(urls["adapter_model.safetensors"], headers={"Range": "pages=1-2"})
+        assert (broken.status_code, broken.json()["error"]["field"]) == (400, "Range")
 
 
 @pytest.mark.parametrize(

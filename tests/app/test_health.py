@@ -13,7 +13,7 @@ from tests.support.inline_group import InlineWorkerGroup
 
 
 async def until_ready(edge: Edge) -> dict[str, Any]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             answer = await edge.without_key().get("readyz")
             if answer.status_code == 200:
@@ -66,7 +66,7 @@ async def test_readyz_says_why_a_model_failed(make_settings: Callable[..., Setti
 
     async with running(make_settings(restart_limit=0), broken) as edge:
         answer = await edge.without_key().get("readyz")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while answer.json()["models"][0]["state"] != "failed":
                 await asyncio.sleep(0.01)
                 edge.app.state.readiness._answer = None

@@ -115,13 +115,13 @@ async def test_weights_that_a_waiting_request_reads_are_kept_also_over_a_restart
             "sequences"
         ]
         services = api.edge.app.state.services
-        settle = services.operations._settle
+        settle = services.operations.settling.settle
 
         async def never(record: Any, *rest: Any) -> None:
             if record.kind != "sample":
                 await settle(record, *rest)
 
-        services.operations._settle = never  # samples run, and the process is gone before it could write them
+        services.operations.settling.settle = never  # samples run, and the process is gone before it could write them
         cut = await api.submit("asample", sampling_session_id=sampler, prompt=PROMPT, sampling_params=params)
         await api.train(model, steps=2, lr=0.1)
         await _save(api, model, 1)
@@ -180,7 +180,7 @@ async def test_the_slot_ends_with_the_session(api: Api) -> None:
     session = await api.session()
     model = await api.model(session)
     sampler = await _save(api, model, 0)
-    assert await api.edge.app.state.services.sampling._store.read(lambda db: slot_checkpoint(db, model))
+    assert await api.edge.app.state.services.store.read(lambda db: slot_checkpoint(db, model))
     await api.client.post(f"sessions/{session}/finish", json={})
     answer = await api.post("asample", sampling_session_id=sampler, prompt=PROMPT)
     assert answer.status_code in (404, 410)

@@ -40,6 +40,7 @@ async def test_security_headers_and_no_cors(edge: Edge) -> None:
 
 async def test_the_access_line_has_ids_and_no_secrets(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "app.access")
+    await edge.client.post("create_session", json={"tags": ["private-words"]})
     await edge.client.post("create_session?token=tml-in-query", json={"tags": ["private-words"]})
     await edge.client.get("no%0Asuch")
     lines = [record for record in caplog.records if record.name == "app.access"]
@@ -73,6 +74,11 @@ def test_log_lines_cannot_be_forged() -> None:
         ({}, "app.localhost", 200),
         ({}, "evil.example", 400),
         ({}, "localhost.evil.example", 400),
+        ({}, "localhost:80@evil.example", 400),
+        ({}, "evil.example/.localhost", 400),
+        ({}, "127.0.0.1:80:80", 400),
+        ({}, "[::1]evil.example", 400),
+        ({}, "::1", 200),
         ({}, "", 400),
         ({"allowed_hosts": ["tinsmith.internal"]}, "tinsmith.internal:80", 200),
         ({"allowed_hosts": ["tinsmith.internal"]}, "evil.example", 400),

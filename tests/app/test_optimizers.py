@@ -122,7 +122,7 @@ async def test_an_optimizer_that_the_engine_lacks_is_refused_before_any_work(api
     model = await dimuon_model(api, session)
     path = (await api.do("save_weights", model_id=model, path="saved"))["path"]
     services = api.edge.app.state.services
-    for service in (services.training, services.weights):
+    for service in (services.training, services.loads):
         service._capabilities = Capabilities("small", optimizers=("adamw",))
     made = await api.post("create_model", session_id=session, model_seq_id=1, base_model=MODEL, optimizer_config=DIMUON)
     loaded = await api.post("load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True)

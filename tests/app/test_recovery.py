@@ -57,6 +57,9 @@ async def test_every_kind_of_request_is_finished_by_the_next_process(tiny_settin
     async with serving(settings) as api:
         for name, promise in promises.items():
             assert await api.result(promise) == results[name], name
+        listed = (await api.client.get("audit", params={"event_type": "checkpoints"})).json()["entries"]
+        asked = await api.edge.app.state.authenticator.principal(api.edge.app.state.dev_key)
+        assert [entry["event_details"]["key_id"] for entry in listed] == [asked.key_id] * 5  # two were made twice
         sampler = results["sampler"]["sampling_session_id"]
         drawn = await api.do(
             "asample",

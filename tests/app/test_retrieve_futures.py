@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from app.routes.sessions import SECONDS_FOR_LAST_POLLS
 from app.settings import Settings
 from tests.app.conftest import MODEL
 from tests.support.api import Api, serving
@@ -124,7 +125,7 @@ async def test_nothing_is_lost_in_a_restart(tiny_settings: Callable[..., Setting
         seen_late = await _sample(api, sampler, 1)
         await api.result(seen_late)
         cut = await _sample(api, sampler, 2, LONG)
-        api.edge.app.state.services.operations._settle = _nothing  # the process is gone before it could end
+        api.edge.app.state.services.operations.settling.settle = _nothing  # the process is gone before it could end
     async with serving(settings) as api:
         found, last = [], cursor
         async with asyncio.timeout(60):
@@ -168,20 +169,30 @@ async def test_strangers_get_404_and_malformed_bodies_400(api: Api) -> None:
         assert (await api.post("retrieve_futures", **wrong)).status_code == 400, wrong
 
 
-async def test_a_cancelled_sample_stops_within_a_slice_and_others_go_on(api: Api) -> None:
+async def test_a_cancelled_sample_stops_within_a_slice_and_others_go_on(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = await _sampler(api)
     group = api.groups.made[0]
     cancelled = await _sample(api, sampler, 0, {"max_tokens": 250, "stop": []}, num_samples=4)
     kept = await _sample(api, sampler, 1, {"max_tokens": 250, "stop": []})
     async with asyncio.timeout(20):
-        while "sample_turn" not in group.calls:  # noqa: ASYNC110 (the worker is asked later)
+        while group.worker.rollout.load.active < 2:  # noqa: ASYNC110 (the worker is asked later)
             await asyncio.sleep(0.001)
-    assert (await api.post("cancel_future", request_id=cancelled)).status_code == 204
+    cancel, turns = group.worker.rollout.cancel, list[int]()
+
+    def noted(request_id: str) -> None:
+        turns.append(group.calls[at:].count("sample_turn"))
+        cancel(request_id)
+
+    monkeypatch.setattr(group.worker.rollout, "cancel", noted)
     at = len(group.calls)
+    assert (await api.post("cancel_future", request_id=cancelled)).status_code == 204
+    accepted = group.calls[at:].count("sample_turn")
     async with asyncio.timeout(20):
-        while group.worker.rollout.load.active > 1:  # noqa: ASYNC110
+        while not turns:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert group.calls[at:].count("sample_turn") <= 2, "the turn that was running, and the one that drops it"
+    assert turns[0] <= accepted + 1, "the turn after the one that was running drops it"
     assert (await api.result(cancelled))["code"] == "cancelled"
     assert len((await api.result(kept))["sequences"][0]["tokens"]) == 250
     assert (await api.post("cancel_future", request_id=kept)).status_code == 204
@@ -220,3 +231,18 @@ async def test_flags_are_settings(tiny_settings: Callable[..., Settings], on: bo
 
 async def _nothing(*_: object) -> None:
     """In place of writing an outcome."""
+
+
+async def test_the_end_of_a_session_waits_for_the_last_poll(api: Api) -> None:
+    """The SDK cancels its poll when the session has ended, and must not do so just as the answer comes."""
+    session = await api.session()
+    opened = await api.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model=MODEL)
+    sampler = str(opened.json()["sampling_session_id"])
+    done = await _sample(api, sampler, 0)
+    _, cursor = await _all(api, sampler, 1)
+    began = time.monotonic()
+    ending = asyncio.create_task(api.client.post(f"sessions/{session}/finish", json={}))
+    last, _ = await _poll(api, sampler, cursor, timeout=0, retrieved_request_ids=[done])
+    assert last == []
+    assert (await ending).status_code == 200
+    assert time.monotonic() - began >= SECONDS_FOR_LAST_POLLS

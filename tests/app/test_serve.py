@@ -53,10 +53,12 @@ def test_one_ready_line_then_a_signal_ends_it_with_0(tmp_path: Path, number: sig
         answer = httpx.get(f"{words[1]}/readyz")
         assert answer.status_code == 200
         assert "server" not in answer.headers
+        assert httpx.get(f"{words[1]}/api/v1/sessions").status_code == 401
         second = start("idle", tmp_path / "data")
         out, err = second.communicate(timeout=60)
         assert (second.returncode, out) == (1, "")
-        assert err.startswith("cannot start with data folder")
+        assert err.startswith("error: cannot start with data folder")
+        assert err.splitlines()[1] == "help: stop that server, or give this one a data folder of its own"
         assert "Traceback" not in err
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -66,6 +68,11 @@ def test_one_ready_line_then_a_signal_ends_it_with_0(tmp_path: Path, number: sig
     assert "ready" not in out
     assert "stopping" in err
     assert "acme/tiny: memory: " in err, "what the base model needs is in the log"
+    kept = (tmp_path / "data" / "server.log").read_text()
+    assert "acme/tiny: memory: " in kept
+    assert "GET /api/v1/sessions 401" in kept
+    assert "GET /api/v1/sessions 401" not in err, "the terminal stays quiet"
+    assert key not in kept
 
 
 def test_a_model_that_cannot_load_ends_it_with_1_and_the_reason(tmp_path: Path) -> None:
@@ -73,5 +80,6 @@ def test_a_model_that_cannot_load_ends_it_with_1_and_the_reason(tmp_path: Path) 
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "ready" not in out
-    assert "base model acme/tiny cannot be served: the folder has no tokenizer (add tokenizer.json)" in err
+    told = "error: base model acme/tiny cannot be served: the folder has no tokenizer\nhelp: add tokenizer.json\n"
+    assert told in err
     assert "Traceback" not in err

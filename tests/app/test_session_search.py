@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from store.sessions import expire_session, get_session
+from store.sessions import expire_session, get_session, search_sessions
 from tests.app.conftest import Edge
 from tests.support.api import Api
 
@@ -150,6 +152,14 @@ async def test_owners_and_projects(edge: Edge) -> None:
         ({"owner": {"type": "user", "owner_urns": []}}, "owner.user.owner_urns"),
         ({"owner": {"type": "user", "owner_urns": ["x"] * 11}}, "owner.user.owner_urns"),
         ({"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}}, "cursor.last_created_at"),
+        (
+            {"cursor": {"last_created_at": "0001-01-01T00:00:00+14:00", "last_session_id": "x"}},
+            "cursor.last_created_at",
+        ),
+        (
+            {"cursor": {"last_created_at": "9999-12-31T23:59:59-14:00", "last_session_id": "x"}},
+            "cursor.last_created_at",
+        ),
         ({"cursor": {"last_session_id": "x"}}, "cursor.last_created_at"),
         ({"query": "x"}, "query"),
     ],
@@ -193,3 +203,21 @@ async def test_a_session_is_put_into_the_project_of_the_key_and_no_other(edge: E
         assert refused.status_code == 404
     assert (await edge.client.put(path, json={"project_id": None})).status_code == 400
     assert await found(edge.client) == [session_id]
+
+
+async def test_sessions_that_only_seem_to_match_cost_no_page_each(edge: Edge) -> None:
+    """A name that ends as the wanted pair is written gets past the database; such sessions are looked at together."""
+    wanted = await edge.new_session(user_metadata={"a": "b"})
+    for number in range(30):
+        await edge.new_session(user_metadata={f'{number}"a': "b"})
+    asked: list[str] = []
+    project = await project_of(edge)
+
+    async def search(db: AsyncSession) -> list[str]:
+        engine = db.get_bind().engine
+        event.listen(engine, "before_cursor_execute", lambda *told: asked.append(told[2]))
+        rows = await search_sessions(db, project, user_metadata={"a": "b"}, limit=1)
+        return [row.session.session_id for row in rows]
+
+    assert await edge.app.state.store.read(search) == [wanted]
+    assert 0 < len([each for each in asked if "LIKE" in each]) <= 2

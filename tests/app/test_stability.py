@@ -89,8 +89,9 @@ async def test_only_what_was_asked_for_is_remembered_and_only_for_its_project(ap
     stability, project = api.edge.app.state.services.stability, await _project(api)
     await stability.stability(project, recorded[0], 0, 6)
     for owner, sequence_id in ((project, unrecorded[0]), ("other", recorded[0]), (project, "nobody:sample:0:0:0")):
-        with pytest.raises(NotFound, match="nothing is remembered"):
+        with pytest.raises(NotFound, match="nothing is remembered") as caught:
             await stability.stability(owner, sequence_id, 0, 1)
+        assert caught.value.code == "unknown_sequence"
 
 
 async def test_it_survives_a_restart_and_is_forgotten_in_time(tiny_settings: Callable[..., Settings]) -> None:
@@ -108,7 +109,7 @@ async def test_it_survives_a_restart_and_is_forgotten_in_time(tiny_settings: Cal
             record_stability_info=True,
             sampling_params={"max_tokens": 200, "stop": []},
         )
-        api.edge.app.state.services.operations._settle = _nothing  # the process is gone before it could end
+        api.edge.app.state.services.operations.settling.settle = _nothing  # the process is gone before it could end
         cut = answer.json()
     async with serving(settings) as api:
         stability = api.edge.app.state.services.stability

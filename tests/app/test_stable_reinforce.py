@@ -85,8 +85,10 @@ async def test_spans_that_do_not_fit_their_sequence_are_refused(api: Api) -> Non
     sequence, tokens, logprobs = await sampled(api, session)
     swapped = [*tokens[:-1], (tokens[-1] + 1) % 250]
     for wrong in (example(swapped, logprobs, sequence), example(tokens, logprobs, sequence, offset=1)):
-        answer = await api.post("forward_backward", model_id=model, data=[wrong], loss_fn="stable_reinforce")
+        data = [example(tokens, logprobs, sequence), wrong]
+        answer = await api.post("forward_backward", model_id=model, data=data, loss_fn="stable_reinforce")
         assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["field"] == "data[1].loss_fn_input_spans"
         assert "sequence" in answer.text or "sampled" in answer.text
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from app.services import traces
 from app.services.traces import trace_of
+from app.settings import Settings
 from store.records import OperationState, TimelineRecord
-from tests.app.conftest import MODEL, Edge
+from tests.app.conftest import MODEL, Edge, running
 from tests.support.api import DATA, Api
 
 NOW = datetime(2026, 7, 13, 12, tzinfo=UTC)
@@ -238,3 +239,15 @@ async def test_an_empty_session_has_an_empty_trace(edge: Edge) -> None:
     trace = (await edge.without_key().get(url)).json()
     assert trace["traceEvents"] == []
     assert trace["otherData"]["session_id"] == session_id
+
+
+async def test_addresses_begin_with_the_public_one(make_settings: Callable[..., Settings]) -> None:
+    """Behind a proxy the server is asked under another name than its clients know."""
+    async with running(make_settings(public_url="https://train.example/api-of-ours/")) as edge:
+        session_id = await edge.new_session()
+        url = await exported(edge.client, session_id)
+        assert url.startswith(f"https://train.example/api-of-ours/api/v1/files/sessions/{session_id}/trace.json?")
+        # The signature is of what comes behind it: the proxy takes its own part away.
+        behind = "http://localhost" + url.removeprefix("https://train.example/api-of-ours")
+        async with edge.without_key() as nobody:
+            assert (await nobody.get(behind)).is_success

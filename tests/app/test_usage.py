@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.services.operations import Operations
+from app.services.settling import Settling
 from app.services.usage import HOUR, Usage, batch_tokens, sample_tokens
 from app.settings import Settings
 from schemas.operations import SampledSequence, SampleResult, StepResult, TrainResult
@@ -110,15 +110,15 @@ async def test_a_repeat_and_a_failure_use_nothing(api: Api) -> None:
 async def test_an_outcome_that_comes_twice_is_counted_once(
     tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = Operations._settle
+    settle = Settling.settle
     twice: list[int] = []
 
-    async def again(self: Operations, *arguments: Any) -> None:
+    async def again(self: Settling, *arguments: Any) -> None:
         await settle(self, *arguments)
         await settle(self, *arguments)
         twice.append(1)
 
-    monkeypatch.setattr(Operations, "_settle", again)
+    monkeypatch.setattr(Settling, "settle", again)
     async with serving(tiny_settings()) as api:
         model_id = await api.model()
         await api.do("forward_backward", model_id=model_id, data=DATA, loss_fn="cross_entropy")
@@ -320,6 +320,8 @@ async def test_cached_prompts_are_shown_apart(edge: Edge) -> None:
         ("2026-07-13T02:00:00Z", "2026-07-13T01:00:00Z", "ending_before"),
         ("2026-07-13T00:00:00Z", "2026-07-27T01:00:00Z", "ending_before"),
         ("2126-07-13T00:00:00Z", "2126-07-14T00:00:00Z", "starting_on"),
+        ("0001-01-01T00:00:00+14:00", "2026-07-13T01:00:00Z", "starting_on"),
+        ("2026-07-13T00:00:00Z", "9999-12-31T23:00:00-14:00", "ending_before"),
     ],
 )
 async def test_windows_that_are_refused(edge: Edge, start: str | None, end: str | None, field: str) -> None:

@@ -25,14 +25,17 @@ from workers.tinker import TinkerActorRolloutRefWorker
 
 MOST = 5
 INSIDE = 1 + READY_INSIDE
+LONG = 3000
 
 
 @pytest.fixture
 async def slow(make_settings: Callable[..., Settings]) -> AsyncIterator[Edge]:
-    """The application on a sampler that runs one row at a time, 40 ms a step."""
+    """The application on a sampler that runs one row at a time, 40 ms a step: two minutes for a sample of `LONG`."""
+
+    info = replace(INFO, context_length=2 * LONG)
 
     def group(name: str, source: str | None) -> InlineWorkerGroup:
-        return InlineWorkerGroup(lambda progress: TinkerActorRolloutRefWorker(ToyEngine(), ToySampler(0.04, 1), INFO))
+        return InlineWorkerGroup(lambda progress: TinkerActorRolloutRefWorker(ToyEngine(), ToySampler(0.04, 1), info))
 
     settings = make_settings(max_waiting_samples=MOST, max_sample_rows=1, poll_hold=0.2)
     async with running(settings, group) as edge:
@@ -55,7 +58,7 @@ async def sampler(client: httpx.AsyncClient) -> tuple[str, str]:
     return session, answer.json()["sampling_session_id"]
 
 
-async def submit(client: httpx.AsyncClient, sampler_id: str, seq_id: int, tokens: int = 60) -> httpx.Response:
+async def submit(client: httpx.AsyncClient, sampler_id: str, seq_id: int, tokens: int = LONG) -> httpx.Response:
     return await client.post(
         "asample",
         json={
@@ -81,7 +84,7 @@ async def fill(edge: Edge, sampler_id: str) -> list[str]:
         assert answer.status_code == 200, answer.text
         taken.append(answer.json()["request_id"])
         if seq_id < INSIDE:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while await waiting(edge):  # noqa: ASYNC110 (a test, not the product)
                     await asyncio.sleep(0.002)
     return taken
@@ -152,7 +155,7 @@ async def test_a_session_that_ends_takes_its_samples_along(slow: Edge) -> None:
         assert found.get("code") == "cancelled" or "sequences" in found
     assert await waiting(slow) == 0
     engine = slow.app.state.services.models.runtimes[MODEL]._group.worker.rollout
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         while engine.load.active:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

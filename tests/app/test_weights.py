@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,8 +109,7 @@ async def test_two_saves_under_one_name_at_once_fail_the_later_one(api: Api) -> 
     outcomes = [await api.result(promise) for promise in promises]
     assert outcomes[1] == {"path": f"tinker://{model}/weights/x", "type": "save_weights"}
     assert (outcomes[0]["code"], outcomes[0]["category"]) == ("already_exists", "user")
-    folders = list((api.edge.settings.data_dir / "checkpoints").iterdir())
-    assert len(folders) == 1
+    await api.folders(1)
 
 
 async def test_training_and_sampler_checkpoints_have_names_of_their_own(api: Api) -> None:
@@ -177,6 +179,40 @@ async def test_a_checkpoint_expires_after_its_time(api: Api) -> None:
     await api.do("save_weights", model_id=model, path="x")
 
 
+async def test_a_load_that_waits_keeps_its_checkpoint_though_that_expires_or_is_deleted(api: Api) -> None:
+    from datetime import UTC, datetime, timedelta
+
+    model = await api.model()
+    path = (await api.do("save_weights", model_id=model, path="x", ttl_seconds=3600))["path"]
+    gap = await api.model()  # what has number 2 waits here for number 1
+    load = {"model_id": gap, "path": path, "optimizer": False}
+    kept = await api.submit("load_weights", seq_id=2, **load)
+    services = api.edge.app.state.services
+    services.checkpoints._clock = lambda: datetime.now(UTC) + timedelta(hours=2)
+    await services.checkpoints.sweep_expired()
+    await api.do("zero_grad", model_id=gap, seq_id=1)
+    assert "error" not in await api.result(kept)
+    services.checkpoints._clock = lambda: datetime.now(UTC)
+    late = await api.submit("load_weights", seq_id=4, **load)
+    deleted = await api.client.delete(f"training_runs/{model}/checkpoints/weights/x")
+    assert deleted.status_code == 204
+    await api.folders(1)
+    await api.do("zero_grad", model_id=gap, seq_id=3)
+    assert "error" not in await api.result(late)
+    await api.folders(0)
+    assert (await api.post("load_weights", seq_id=5, **load)).json()["error"]["code"] == "not_found"
+
+
+async def test_a_load_whose_folder_went_away_otherwise_says_so(api: Api) -> None:
+    model = await api.model()
+    path = (await api.do("save_weights", model_id=model, path="x"))["path"]
+    late = await api.submit("load_weights", model_id=model, path=path, optimizer=False, seq_id=3)
+    [folder] = await api.folders(1)
+    shutil.rmtree(folder)  # as another server does that shares the folder
+    await api.do("zero_grad", model_id=model, seq_id=2)
+    assert (await api.result(late))["code"] == "weights_deleted"
+
+
 BAD_NAMES = [
     "..",
     "../x",
@@ -212,3 +248,23 @@ async def test_a_key_of_the_owning_project_opens_its_checkpoint(api: Api) -> Non
     assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "weights_access_token")
     outcome = await other.do("load_weights", **body, weights_access_token=api.client.headers["X-API-Key"])
     assert await other.scores(outcome["model_id"]) == await api.scores(model)
+
+
+@pytest.mark.parametrize("written", [False, True])
+async def test_a_save_that_is_executed_again_keeps_what_it_has_written(api: Api, written: bool) -> None:
+    model = await api.model()
+    [group], loop = api.groups.made, asyncio.get_running_loop()
+    engine: Any = group.worker.actor.engine
+
+    def dying(*arguments: Any, **named: Any) -> None:
+        if written:
+            type(engine).save_adapter(engine, *arguments, **named)
+        loop.call_soon_threadsafe(group.die)
+        time.sleep(0.2)  # its call fails by the death, not by this
+        raise RuntimeError("the worker is dead")
+
+    engine.save_adapter = dying  # the engine of the next worker is another one
+    path = (await api.do("save_weights", model_id=model, path="x"))["path"]
+    await api.folders(1)
+    await api.do("load_weights", model_id=model, path=path, optimizer=False)
+    await api.folders(1)

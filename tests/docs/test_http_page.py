@@ -21,6 +21,7 @@ def test_every_block_of_the_page_runs(real_server: RunningServer) -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"--- block {len(blocks) - 1} done" in done.stdout
+    assert done.stderr == "", "a reader's terminal shows only what the page is about"
     assert '"logprobs"' in done.stdout
     assert '"grad_norm"' in done.stdout
     assert "tokens/s:" in done.stdout

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 
 from tests.support.peft_adapter import assert_loads_in_peft
 from tests.support.server import RunningServer, environment
+from tests.support.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
@@ -21,8 +25,34 @@ def test_the_readme_has_two_commands_to_run_and_one_to_test() -> None:
     assert COMMANDS == ["make serve", "make demo", "make test"]
 
 
+def test_make_help_lists_what_can_be_made() -> None:
+    told = subprocess.check_output(["make", "--no-print-directory", "help"], cwd=ROOT, text=True)
+    listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in told.splitlines()}
+    assert listed["serve"] == "start the server on 127.0.0.1 with the default model"
+    assert {"setup", "demo", "test", "site", "docs"} <= listed.keys()
+
+
 def test_make_serve_says_where_the_server_is(real_server: RunningServer) -> None:
     assert real_server.key in ready_line(real_server.log)
+
+
+def test_make_serve_needs_no_argument(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny")
+    settings = {"DATA_DIR": str(tmp_path / "data"), "BASE_MODEL": json.dumps([f"acme/tiny={model}"]), "PORT": "0"}
+    variables = {**os.environ, **{f"TINSMITH_{name}": value for name, value in settings.items()}}
+    asked = ["make", "-n", "--no-print-directory", "-o", ".venv/.ready", "serve"]
+    command = shlex.split(subprocess.check_output(asked, cwd=ROOT, text=True).removeprefix("exec"))
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("ready ") for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
 
 
 @pytest.mark.exhaustive

@@ -26,7 +26,7 @@ def _last(doors: Doors) -> tuple[str, dict[str, Any] | None]:
     return state, None if error is None else json.loads(error)
 
 
-def _wait_for_end(doors: Doors, seconds: float) -> dict[str, Any] | None:
+def _wait_for_end(doors: Doors, seconds: float = 60) -> dict[str, Any] | None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         state, error = _last(doors)
@@ -36,8 +36,23 @@ def _wait_for_end(doors: Doors, seconds: float) -> dict[str, Any] | None:
     raise AssertionError("it still draws")
 
 
+def _counted(doors: Doors) -> dict[str, int]:
+    """Tokens of samples that belong to no session, by kind."""
+    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    window = {"starting_on": now.isoformat(), "ending_before": (now + timedelta(hours=1)).isoformat()}
+    with doors.server.client() as client:
+        answer = client.get("billing/usage/events", params=window)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, int] = {}
+    for event in answer.json()["data"]:
+        if event.get("session_id") is None and "token_count" in event["event_info"]:
+            kind = event["event_info"]["type"]
+            found[kind] = found.get(kind, 0) + event["event_info"]["token_count"]
+    return found
+
+
 def test_text_comes_while_it_is_drawn_and_a_stream_that_is_cut_stops_decoding(doors: Doors) -> None:
-    body = {**LONG, "stream": True}
+    body, before = {**LONG, "stream": True}, _counted(doors)
     with doors.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = 0
         for line in answer.iter_lines():
@@ -45,16 +60,19 @@ def test_text_comes_while_it_is_drawn_and_a_stream_that_is_cut_stops_decoding(do
             if lines > 5:
                 break
         assert _last(doors)[0] == "pending"
-    error = _wait_for_end(doors, 5)
+    error = _wait_for_end(doors)
     assert error is not None
     assert error["code"] == "cancelled"
+    after = _counted(doors)
+    assert after["sampling_prefill"] > before.get("sampling_prefill", 0)
+    assert after["sampling_sample"] - before.get("sampling_sample", 0) >= 4, "what it had heard is counted at least"
 
 
 def test_a_client_that_does_not_wait_stops_decoding(doors: Doors) -> None:
     for path in ("/v1/chat/completions", "/anthropic/api/v1/messages"):
         with doors.http() as client, pytest.raises(httpx.ReadTimeout):
             client.post(path, json=LONG, timeout=httpx.Timeout(10, read=0.7))
-        error = _wait_for_end(doors, 5)
+        error = _wait_for_end(doors)
         assert error is not None
         assert error["code"] == "cancelled"
 
@@ -66,29 +84,16 @@ def test_a_cut_at_each_of_the_first_events_leaves_the_server_well(doors: Doors) 
             for number, _ in enumerate(answer.iter_lines()):
                 if number >= cut:
                     break
-    assert _wait_for_end(doors, 5) is not None
-    answer = doors.openai().completions.create(model=MODEL, prompt="abc", max_tokens=2, temperature=0)
-    assert answer.usage is not None
-    assert 1 <= answer.usage.completion_tokens <= 2  # its end of sequence may come first
+    assert _wait_for_end(doors) is not None
+    after = doors.openai().completions.create(model=MODEL, prompt="abc", max_tokens=2, temperature=0)
+    assert after.usage is not None
+    assert 1 <= after.usage.completion_tokens <= 2  # its end of sequence may come first
 
 
 def test_tokens_are_counted_for_the_project_and_no_session(doors: Doors) -> None:
-    def counted() -> dict[str, int]:
-        now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-        window = {"starting_on": now.isoformat(), "ending_before": (now + timedelta(hours=1)).isoformat()}
-        with doors.server.client() as client:
-            answer = client.get("billing/usage/events", params=window)
-        assert answer.status_code == 200, answer.text
-        found: dict[str, int] = {}
-        for event in answer.json()["data"]:
-            if event.get("session_id") is None and "token_count" in event["event_info"]:
-                kind = event["event_info"]["type"]
-                found[kind] = found.get(kind, 0) + event["event_info"]["token_count"]
-        return found
-
-    before = counted()
+    before = _counted(doors)
     used = doors.openai().completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, n=2, temperature=0).usage
     assert used is not None
-    after = counted()
+    after = _counted(doors)
     assert after["sampling_sample"] - before.get("sampling_sample", 0) == used.completion_tokens == 10
     assert after["sampling_prefill"] - before.get("sampling_prefill", 0) == used.prompt_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from store import operations as log
 from store.database import Store
 from store.keys import ensure_project
 from store.records import NewOperation
-from tests.support.api import Api, serving
+from tests.support.api import LOADING, Api, serving
 from tests.support.tiny_model import make_tiny_model
 
 MODEL = "acme/tiny"
@@ -59,8 +60,10 @@ async def test_too_many_waiting_samples_are_sent_away_and_none_of_them_stays(set
 
 
 async def test_a_model_that_is_loading_asks_to_come_back(settings: Callable[..., Settings]) -> None:
-    async with serving(settings(), ready=False) as api:
-        answers = [await _ask(api, which) for which in (OPENAI, ANTHROPIC)]
+    async with AsyncExitStack() as served:
+        with LOADING:
+            api = await served.enter_async_context(serving(settings(), ready=False))
+            answers = [await _ask(api, which) for which in (OPENAI, ANTHROPIC)]
         await api.ready()
     for answer, kind in zip(answers, ("server_error", "overloaded_error"), strict=True):
         assert answer.status_code == 503, answer.text

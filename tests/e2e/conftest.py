@@ -26,6 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Itera
     """A `tinsmith serve` process."""
     data_dir = tmp_path_factory.mktemp("server") / "data"
     arguments = ["--base-model", f"{MODEL}={tiny_folder}", "--threads", "1", "--shutdown-grace", "2"]
+    arguments += ["--log-requests", "true"]
     with serve(data_dir, arguments) as running:
         yield running
 

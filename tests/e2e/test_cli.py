@@ -26,6 +26,7 @@ def identified(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> I
     """A server that exchanges keys for tokens."""
     data_dir = tmp_path_factory.mktemp("identified") / "data"
     arguments = ["--base-model", f"{MODEL}={tiny_folder}", "--threads", "1", "--shutdown-grace", "2"]
+    arguments += ["--log-requests", "true"]
     with serve(data_dir, [*arguments, "--pjwt-auth-enabled", "true"]) as running:
         yield running
 

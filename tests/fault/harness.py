@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import threading
@@ -35,6 +36,17 @@ STATE = "CASE state WHEN 'expired' THEN 'done' ELSE state END"
 RAW_DATA = [{"model_input": [5, 6, 7, 8], "loss_fn_inputs": {"target_tokens": [6, 7, 8, 9]}}]
 
 
+@dataclass(frozen=True)
+class Start:
+    """How a start went, in monotonic seconds: the process is there, connections are taken, requests are answered, the
+    base model is loaded."""
+
+    spawned: float
+    listening: float
+    answering: float
+    ready: float
+
+
 class Service:
     """A server on one port and one data folder, however often it dies.
 
@@ -52,7 +64,13 @@ class Service:
         self._front = Front(port)
         self.url = f"http://127.0.0.1:{self._front.port}"
         """For clients: connections to it wait while the server is away."""
+        self.direct = self._inside
+        """The server's own address: connections to it are refused while it is away."""
         self.starts = 0
+        self.spawned = 0.0
+        """When the server was started last (monotonic)."""
+        self._lives: set[int] = set()
+        """The process ids of all servers so far, each the first of a session of its own."""
         self._environment = environment({VARIABLE: fail_at} if fail_at else {})
         self._command = [
             *(str(TINSMITH), "serve", "--port", str(port), "--data-dir", str(self.data_dir)),
@@ -62,12 +80,18 @@ class Service:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._over = threading.Event()
+        self._wanted = threading.Event()
+        self._wanted.set()
         self._keeper = threading.Thread(target=self._keep, name="service manager", daemon=True)
 
     def start(self) -> None:
         """Start, wait until it serves, and from then on start it again whenever it is gone."""
         self._process = self._spawn()
-        wait_until_ready(self._inside, self._process, self.log, 120)
+        try:
+            wait_until_ready(self._inside, self._process, self.log, CLIENT_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
         self._keeper.start()
 
     def stop(self) -> None:
@@ -83,12 +107,49 @@ class Service:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        deadline = time.monotonic() + 30
+        while left := _ranks_of(self._lives):
+            if time.monotonic() > deadline:
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                raise AssertionError(f"{len(left)} workers outlive their servers:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.05)
 
     def kill_for_good(self) -> None:
         """It dies, and nobody starts it again."""
         self._over.set()
         self._keeper.join()
         self.kill_server()
+
+    def take_down(self) -> None:
+        """Server and worker die, and nobody starts them until `bring_up`."""
+        self._wanted.clear()
+        self.kill_tree()
+
+    def bring_up(self) -> Start:
+        """Start it again, and wait until it serves."""
+        before = self.starts
+        self._wanted.set()
+        while self.starts == before:
+            time.sleep(0.02)
+        listening = self._wait_until_listening()
+        answering = self._wait_until_answering()
+        self.wait_until_ready()
+        return Start(self.spawned, listening, answering, time.monotonic())
+
+    def _wait_until_listening(self) -> float:
+        deadline = time.monotonic() + CLIENT_SECONDS
+        port = int(self._inside.rpartition(":")[2])
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return time.monotonic()
+            time.sleep(0.02)
+        raise AssertionError("nothing listens")
+
+    def _wait_until_answering(self) -> float:
+        """One request, which waits while the server opens its data folder."""
+        httpx.get(f"{self._inside}/api/v1/healthz", timeout=CLIENT_SECONDS)
+        return time.monotonic()
 
     @property
     def key(self) -> str:
@@ -119,12 +180,7 @@ class Service:
     def tree(self) -> list[int]:
         """The process ids of the server and of all in its session: workers are in process groups of their own."""
         assert self._process is not None
-        found = []
-        for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
-            with suppress(ProcessLookupError):
-                if os.getsid(pid) == self._process.pid and pid != self._process.pid:
-                    found.append(pid)
-        return [self._process.pid, *found]
+        return [self._process.pid, *(pid for pid in _in_sessions({self._process.pid}) if pid != self._process.pid)]
 
     def kill_worker(self) -> bool:
         """The worker dies, if there is one."""
@@ -141,7 +197,7 @@ class Service:
     def wait_for_start(self) -> None:
         """Wait until the next server is there, after one was killed."""
         before = self.starts
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + CLIENT_SECONDS
         while self.starts == before and time.monotonic() < deadline:
             time.sleep(0.05)
         self.wait_until_ready()
@@ -160,19 +216,11 @@ class Service:
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         """What the database says."""
-        database = sqlite3.connect(f"file:{self.data_dir / 'tinsmith.db'}?mode=ro", uri=True, timeout=30)
-        try:
-            return database.execute(query, values).fetchall()
-        finally:
-            database.close()
+        return rows(self.data_dir, query, *values)
 
     def saved(self, path: str) -> dict[str, bytes]:
         """The files with numbers of a checkpoint, by its tinker path."""
-        model_id, _, name = path.removeprefix("tinker://").rsplit("/", 2)
-        [(folder,)] = self.rows("SELECT folder FROM checkpoints WHERE model_id = ? AND name = ?", model_id, name)
-        files = sorted((self.data_dir / "checkpoints" / folder).glob("*.safetensors"))
-        assert files, "an empty checkpoint proves nothing"
-        return {file.name: file.read_bytes() for file in files}
+        return saved(self.data_dir, path)
 
     def outcomes(self, model_id: str) -> list[tuple[int, str, str]]:
         """(seq_id, kind, state) of all operations of a model; what has expired counts as done."""
@@ -192,24 +240,65 @@ class Service:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self.starts += 1
+        self.spawned = time.monotonic()
         with self.log.open("ab") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self._command, stdout=output, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
             )
+        self._lives.add(process.pid)
+        return process
 
     def _keep(self) -> None:
         while not self._over.wait(0.1):
             assert self._process is not None
-            if self._process.poll() is not None:
+            if self._process.poll() is not None and self._wanted.is_set():
                 self._process = self._spawn()
+
+
+def _in_sessions(sessions: set[int]) -> list[int]:
+    """The processes that belong to one of these sessions."""
+    found = []
+    for pid in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) in sessions:
+                found.append(pid)
+    return found
+
+
+def _ranks_of(servers: set[int]) -> list[int]:
+    """The ranks' processes that servers have started and that have not ended."""
+    found = []
+    for pid in _in_sessions(servers):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if b"workers.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def rows(data_dir: Path, query: str, *values: object) -> list[tuple[Any, ...]]:
+    """What the database of a data folder says."""
+    database = sqlite3.connect(f"file:{data_dir / 'tinsmith.db'}?mode=ro", uri=True, timeout=30)
+    try:
+        return database.execute(query, values).fetchall()
+    finally:
+        database.close()
+
+
+def saved(data_dir: Path, path: str) -> dict[str, bytes]:
+    """The files with numbers of a checkpoint, by its tinker path."""
+    model_id, _, name = path.removeprefix("tinker://").rsplit("/", 2)
+    [(folder,)] = rows(data_dir, "SELECT folder FROM checkpoints WHERE model_id = ? AND name = ?", model_id, name)
+    files = sorted((data_dir / "checkpoints" / folder).glob("*.safetensors"))
+    assert files, "an empty checkpoint proves nothing"
+    return {file.name: file.read_bytes() for file in files}
 
 
 @contextmanager
 def serving(folder: Path, base: Path, *options: str, fail_at: str = "") -> Iterator[Service]:
     """A service that is stopped at the end."""
     service = Service(folder, base, *options, fail_at=fail_at)
-    service.start()
     try:
+        service.start()
         yield service
     finally:
         service.stop()

@@ -28,6 +28,7 @@ from tests.app.conftest import MODEL
 from tests.fault.harness import Raw, Service
 from tests.support.api import Api, datum
 from tests.support.api import serving as in_process
+from tests.support.processes import freeze
 
 SETTLED_SECONDS = 5.0
 """A file that was not written for so long is not being written."""
@@ -133,23 +134,11 @@ class Client(threading.Thread):
 @contextmanager
 def frozen(service: Service) -> Iterator[None]:
     """All processes of a service stand still."""
-    pids = service.tree()
-    service.signal_tree(signal.SIGSTOP)
     try:
-        while not all(_stopped(pid) for pid in pids):
-            time.sleep(0.001)
+        freeze(*service.tree())
         yield
     finally:
         service.signal_tree(signal.SIGCONT)
-
-
-def _stopped(pid: int) -> bool:
-    """Whether every thread of a process stands still; one that has ended does."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return all((task / "stat").read_text().rsplit(") ", 1)[1][0] in "TtZX" for task in tasks)
-    except FileNotFoundError:
-        return True
 
 
 def copy_moment(data_dir: Path, to: Path) -> None:

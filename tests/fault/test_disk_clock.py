@@ -40,7 +40,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of all services."""
     made = Clock()
-    defaults: Any = app.services.build_services.__kwdefaults__
+    defaults: Any = app.services.core.Core.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "clock", made)
     return made
 

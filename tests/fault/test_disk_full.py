@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from tests.support.server import TINSMITH, RunningServer, environment, serve
 from tests.support.tiny_model import make_tiny_model
 
 LARGE = [{"model_input": [5] * 200, "loss_fn_inputs": {"target_tokens": [6] * 200}}] * 50
+NOT_WRITTEN = "(save_weights) could not be written"
+"""A line of the log: the outcome waits for room."""
 STEP = {"learning_rate": 0.01}
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 
@@ -62,6 +64,12 @@ class Trainer:
             assert polled.status_code in (408, 503), polled.text
         raise AssertionError("no outcome")
 
+    def wait_for(self, answer: httpx.Response, other: Callable[[], bool], seconds: float = 60) -> None:
+        """Wait until there is an outcome, or something else is true."""
+        until = time.monotonic() + seconds
+        while not other() and self.post("retrieve_future", request_id=answer.json()["request_id"]).status_code != 200:
+            assert time.monotonic() < until, "no outcome"
+
     def do(self, route: str, **body: Any) -> dict[str, Any]:
         """An operation that succeeds."""
         found = self.outcome(self.post(route, model_id=self.model, **body))
@@ -97,6 +105,7 @@ def _while_full(server: RunningServer, trainer: Trainer, full: AbstractContextMa
     first = trainer.do("save_weights", path="a")["path"]
     trainer.step()
     large = {"model_id": trainer.model, "data": LARGE, "loss_fn": "cross_entropy"}
+    failures = server.log.read_text().count(NOT_WRITTEN)
     with full:
         refused = trainer.post("forward", **large)
         if refused.status_code == 503:
@@ -106,8 +115,8 @@ def _while_full(server: RunningServer, trainer: Trainer, full: AbstractContextMa
         saving = trainer.post("save_weights", model_id=trainer.model, path="a", overwrite=True)
         if saving.status_code == 503:
             _told(saving.json()["error"], saving.text, server)
-        else:
-            time.sleep(2)  # the worker meets the full disk; the outcome may have to wait for room
+        else:  # the worker meets the full disk; the outcome may have to wait for room
+            trainer.wait_for(saving, lambda: server.log.read_text().count(NOT_WRITTEN) > failures)
     if saving.status_code == 200:
         failed = trainer.outcome(saving)
         assert failed["code"] == "checkpoint_not_written"

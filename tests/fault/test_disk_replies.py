@@ -96,6 +96,8 @@ async def test_a_lost_reply_is_given_again_and_nothing_is_done_twice(tmp_path: P
         await _asking(careless, session, model, sampler)
         await _what_is_new_each_time(careless, api, sampler)
         await _base_models(careless, api, make_tiny_model(tmp_path / "second"))
+        await _tenants(careless, api)
+        await _adapter_from_elsewhere(careless, api)
         await _ending(careless, api, session, model)
         missing = changing() - careless.connection.lost
         assert not missing, f"nobody lost a reply of {missing}: what does a repeat do there?"
@@ -152,6 +154,7 @@ async def _asking(careless: Careless, session: str, model: str, sampler: str) ->
     about = {"platform": "", "sdk_version": "", "session_id": session, "process_uuid": "p"}
     await careless.post("telemetry", events=[event], **about)
     await careless.post("get_info", model_id=model)
+    await careless.post("tokenize", model=MODEL, items=[{"prompt": "a", "completion": "b"}])
     assert (await careless.post("weights_info", tinker_path=path))["base_model"] == MODEL
     promise = await careless.post(
         "asample", sampling_session_id=sampler, seq_id=1, prompt=[5], sampling_params={"max_tokens": 1}
@@ -197,6 +200,63 @@ async def _base_models(careless: Careless, api: Api, folder: Path) -> None:
     assert len((await api.client.get("admin/models")).json()["models"]) == 1
 
 
+async def _tenants(careless: Careless, api: Api) -> None:
+    """Made once, by name; a key whose reply was lost is in the list, and revoked or rotated from there."""
+    client = api.client
+    for kind in ("projects", "users"):
+        await careless.lose("POST", f"admin/{kind}", json={"name": "acme"})
+        again = await client.post(f"admin/{kind}", json={"name": "acme"})
+        assert again.json()["error"]["code"] == "already_exists"
+    [project] = [
+        each["project_id"] for each in (await client.get("admin/projects")).json()["projects"] if each["name"] == "acme"
+    ]
+    [user] = [each["user_id"] for each in (await client.get("admin/users")).json()["users"]]
+    member = f"admin/projects/{project}/members/{user}"
+    await careless.send("PUT", member, json={"role": "member"})
+    for route in ("keys", f"admin/projects/{project}/keys"):
+        await careless.lose("POST", route, json={"name": "lost"})
+        made = (await client.post(route, json={"name": "lost"})).json()["info"]["key_id"]
+        [lost] = [
+            each["key_id"]
+            for each in (await client.get(route)).json()["keys"]
+            if each["name"] == "lost" and each["key_id"] != made
+        ]
+        await careless.lose("POST", f"{route}/{lost}/rotate", json={})
+        again = await client.post(f"{route}/{lost}/rotate", json={})
+        assert again.status_code == 400
+        [replacement] = [
+            each["replaced_by"] for each in (await client.get(route)).json()["keys"] if each["key_id"] == lost
+        ]
+        assert replacement in again.json()["detail"]
+        assert (await client.post(f"{route}/{replacement}/rotate", json={})).status_code == 200
+        await _limits(careless, api, f"admin/keys/{made}/limits")
+        await careless.send("DELETE", f"{route}/{made}")
+    await _limits(careless, api, f"admin/projects/{project}/limits")
+    for route in (member, f"admin/users/{user}"):
+        await careless.lose("DELETE", route)
+        assert (await client.delete(route)).status_code == 404
+    await careless.send("DELETE", f"admin/projects/{project}")
+
+
+async def _limits(careless: Careless, api: Api, route: str) -> None:
+    """Set to the same value at another time, which the reply tells; cleared once."""
+    await careless.lose("PUT", route, json={"lora_rank": 8})
+    again = (await api.client.put(route, json={"lora_rank": 8})).json()
+    assert [(each["name"], each["value"]) for each in again["limits"] if "set_at" in each] == [("lora_rank", 8)]
+    await careless.send("DELETE", route)
+
+
+async def _adapter_from_elsewhere(careless: Careless, api: Api) -> None:
+    """Brought in once for each idempotency key."""
+    config = next((api.edge.settings.data_dir / "checkpoints").rglob("adapter_config.json"))
+    form = {"name": "brought", "base_model": MODEL, "adapter_config": config.read_text()}
+    file = {"adapter_model": ("adapter_model.safetensors", (config.parent / "adapter_model.safetensors").read_bytes())}
+    key = {"X-Idempotency-Key": "one adapter"}
+    brought = await careless.send("POST", "checkpoints/import", data=form, files=file, headers=key)
+    run, kind, name = brought["tinker_path"].removeprefix("tinker://").split("/")
+    assert (await api.client.delete(f"training_runs/{run}/checkpoints/{kind}/{name}")).status_code == 204
+
+
 async def _ending(careless: Careless, api: Api, session: str, model: str) -> None:
     """What is deleted, unloaded, over and revoked stays so; the repeat of a deletion says that there is nothing."""
     folders = api.edge.settings.data_dir / "checkpoints"
@@ -209,5 +269,6 @@ async def _ending(careless: Careless, api: Api, session: str, model: str) -> Non
     assert (await api.client.get("checkpoints")).json()["cursor"]["total_count"] == 3  # s, e and the copy
     await careless.do("unload_model", model_id=model)
     await careless.post(f"sessions/{session}/finish", reason={"type": "success"})
+    assert (await api.client.post("keys", json={"name": "another", "role": "admin"})).status_code == 200
     await careless.lose("DELETE", "auth/apikey/me")
     assert (await api.client.delete("auth/apikey/me")).status_code == 401

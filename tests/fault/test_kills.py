@@ -43,10 +43,15 @@ class Killer:
         """Returns at once."""
         self._kills.append(self._threads.submit(self._kill, victim, self._chance.random() * 0.1))
 
+    def wait(self) -> None:
+        """Until everybody died that is to die."""
+        for kill in list(self._kills):
+            kill.result(timeout=CLIENT_SECONDS)
+
     def finish(self) -> int:
         """How many were killed."""
         for kill in self._kills:
-            kill.result(timeout=120)
+            kill.result(timeout=CLIENT_SECONDS)
         self._threads.shutdown()
         return len(self._kills)
 
@@ -70,6 +75,7 @@ def test_killed_workers_and_servers_leave_no_trace_in_what_two_clients_trained(t
 
         def deadly(seed: int) -> Callable[[int], None]:
             def at_step(step: int) -> None:
+                killer.wait()  # on a fast machine a client would be done before anybody dies
                 if (seed, step) in victims:
                     killer.send(victims[seed, step])
 

@@ -26,12 +26,8 @@ CLIENT_SECONDS = 800.0
 LEAST_KILLS = 8
 
 
-def _program(service: Service, seed: int, steps: Counter[int] | None = None) -> tuple[str, str]:
+def _program(service: Service, seed: int, at_step: Callable[[int], None] = lambda step: None) -> tuple[str, str]:
     """Train a model and save it; returns the checkpoint's path and the model's id."""
-
-    def at_step(step: int) -> None:
-        if steps is not None:
-            steps[seed] = step + 1
 
     with sdk(service) as client:
         training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=seed).result()
@@ -53,6 +49,7 @@ class Killer(threading.Thread):
         self._chance = random.Random(seed)
         self._over = threading.Event()
         self._deck: list[str] = []
+        self._wanted = 0
         self.kills: list[tuple[str, float]] = []
         """Who died, and when (seconds since the beginning)."""
 
@@ -67,6 +64,12 @@ class Killer(threading.Thread):
                     self.kills.append((victim, round(time.monotonic() - began, 1)))
                 self._over.wait(self._chance.random() * 2)
 
+    def keep_up(self) -> None:
+        """A client waits when the clients are far ahead: a fast machine would be done after a few kills."""
+        deadline = time.monotonic() + CLIENT_SECONDS
+        while sum(self._steps.values()) > self._wanted + STEPS_BETWEEN[1] and not self._over.wait(0.02):
+            assert time.monotonic() < deadline, "nobody is killed any more"
+
     def stop(self) -> None:
         """No further kills."""
         self._over.set()
@@ -74,8 +77,8 @@ class Killer(threading.Thread):
 
     def _wait_for_steps(self) -> bool:
         """Until enough steps were begun since the last kill; False when it is told to stop."""
-        wanted = sum(self._steps.values()) + self._chance.randint(*STEPS_BETWEEN)
-        while sum(self._steps.values()) < wanted:
+        self._wanted = sum(self._steps.values()) + self._chance.randint(*STEPS_BETWEEN)
+        while sum(self._steps.values()) < self._wanted:
             if self._over.wait(0.02):
                 return False
         return True
@@ -103,7 +106,15 @@ def test_two_hundred_steps_under_a_killer_end_with_the_same_bits(
             undisturbed = dict(zip(seeds, threads.map(lambda seed: _program(service, seed), seeds), strict=True))
             steps: Counter[int] = Counter()
             killer = Killer(service, steps, 11)
-            running = {seed: threads.submit(_program, service, seed, steps) for seed in seeds}
+
+            def counted(seed: int) -> Callable[[int], None]:
+                def at_step(step: int) -> None:
+                    steps[seed] = step + 1
+                    killer.keep_up()
+
+                return at_step
+
+            running = {seed: threads.submit(_program, service, seed, counted(seed)) for seed in seeds}
             killer.start()
             try:
                 disturbed = {seed: future.result(timeout=CLIENT_SECONDS) for seed, future in running.items()}

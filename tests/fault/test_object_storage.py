@@ -10,6 +10,7 @@ import shutil
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,10 @@ def everything_whole(server: ObjectServer, data_dir: Path) -> set[str]:
     return set(rows)
 
 
-def save_repeatedly(client: Any, count: int) -> list[str]:
-    """Train and save in turn; every save must succeed, whoever dies."""
-    paths = []
-    for number in range(count):
+def save_repeatedly(client: Any, enough: Callable[[int], bool]) -> list[str]:
+    """Train and save in turn until there are enough; every save must succeed, whoever dies."""
+    paths: list[str] = []
+    while not enough(number := len(paths)):
         train(client, 1)
         paths.append(client.save_state(f"state-{number}").result(timeout=CLIENT_SECONDS).path)
     client.save_weights_for_sampler("newest").result(timeout=CLIENT_SECONDS)
@@ -71,7 +72,7 @@ def test_a_server_that_dies_in_an_upload_leaves_no_half_checkpoint(tmp_path: Pat
         options = server.arguments("s")
         with serving(tmp_path, base, *options, fail_at=fail_at(marks, [kill])) as service:
             client = sdk(service).create_lora_training_client(base_model=MODEL, rank=4, seed=1)
-            paths = save_repeatedly(client, 3)
+            paths = save_repeatedly(client, lambda saved: saved == 3)
             assert service.starts == 2
             assert (marks / kill.name).exists()
             for path in paths:
@@ -86,21 +87,18 @@ def test_servers_that_die_at_any_moment_of_uploads(tmp_path: Path, base: Path) -
         options = server.arguments("s")
         with serving(tmp_path, base, *options) as service:
             client = sdk(service).create_lora_training_client(base_model=MODEL, rank=4, seed=1)
-            over, generator = threading.Event(), random.Random(5)
+            generator = random.Random(5)
 
             def kill() -> None:
                 for _ in range(4):
-                    over.wait(generator.uniform(1.0, 4.0))
-                    if not over.is_set():
-                        service.kill_server()
-                        service.wait_until_ready()
+                    time.sleep(generator.uniform(0.2, 2.0))
+                    service.kill_server()
+                    service.wait_until_ready()
 
             killer = threading.Thread(target=kill)
             killer.start()
-            paths = save_repeatedly(client, 12)
-            over.set()
-            killer.join()
-            assert service.starts > 1
+            paths = save_repeatedly(client, lambda saved: not killer.is_alive())
+            assert service.starts == 5
         folders = everything_whole(server, tmp_path / "data")
         assert len(folders) == len(paths) + 1
 

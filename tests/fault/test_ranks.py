@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from tinker import types
 
 from tests.fault.harness import CLIENT_SECONDS, MODEL, Kill, Service, fail_at, sdk, serving, train
+from tests.support.processes import freeze
 
 pytestmark = pytest.mark.exhaustive
 
@@ -60,7 +59,7 @@ def test_lost_ranks_leave_no_trace_in_what_was_trained(tmp_path: Path, base: Pat
 
         def stop_one(step: int) -> None:
             if step == STEPS // 2:
-                os.kill(first[1], signal.SIGSTOP)
+                freeze(first[1])
 
         began = time.monotonic()
         stopped, stopped_drawn = _program(service, stop_one)

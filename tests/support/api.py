@@ -13,14 +13,16 @@ from typing import Any
 import httpx
 
 from app.settings import Settings
+from schemas.roles import Role
 from tests.app.conftest import MODEL, Edge, running
 from tests.support.inline_group import InlineWorkerGroup
 from workers.build import Progress, resolve_builder
 from workers.group import WorkerGroup
 from workers.spec import WorkerSpec
 
-_LOADING = threading.Lock()
-"""transformers cannot load two models at once in one process; a server loads each in a process of its own."""
+LOADING = threading.Lock()
+"""transformers cannot load two models at once in one process; a server loads each in a process of its own. Held by a
+test, no model is loaded."""
 
 DATA = [
     {
@@ -53,7 +55,7 @@ class Groups:
 
 
 def _build(spec: WorkerSpec, progress: Progress) -> object:
-    with _LOADING:
+    with LOADING:
         return resolve_builder(spec)(spec, progress)
 
 
@@ -124,9 +126,17 @@ class Api:
         outcome = await self.do("forward", model_id=model_id, data=data or DATA, loss_fn="cross_entropy")
         return [output["logprobs"]["data"] for output in outcome["loss_fn_outputs"]]
 
-    async def other(self) -> Api:
+    async def other(self, role: Role = "member") -> Api:
         """A client of another project."""
-        return Api(self.edge, self.groups, await self.edge.other_project())
+        return Api(self.edge, self.groups, await self.edge.other_project(role=role))
+
+    async def folders(self, count: int) -> list[Path]:
+        """The folders of checkpoints, as soon as there are so many: some are removed after an outcome is told."""
+        deadline = asyncio.get_running_loop().time() + 30
+        while len(found := list((self.edge.settings.data_dir / "checkpoints").iterdir())) != count:
+            assert asyncio.get_running_loop().time() < deadline, found
+            await asyncio.sleep(0.005)
+        return found
 
     async def ready(self, seconds: float = 60) -> None:
         """Wait until every base model is loaded. Not by `readyz`, which gives an answer again for a second."""

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import engines.peft_format
-from store.writer_connection import WriterConnection
+from store.direct_connections import WriterConnection
 
 KINDS = frozenset({"open", "write", "fsync", "rename", "link", "mkdir", "commit"})
 

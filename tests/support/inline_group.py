@@ -11,8 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from schemas.base_model_info import BaseModelInfo
 from schemas.errors import TinsmithError, WorkerDied
-from schemas.operations import BaseModelInfo, MicroBatch
+from schemas.operations import MicroBatch
 from workers.build import Progress, resolve_builder
 from workers.dispatch import invoke
 from workers.faults import to_tinsmith_error

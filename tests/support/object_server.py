@@ -16,6 +16,7 @@ from typing import Any
 
 import boto3
 
+from tests.support.processes import freeze
 from tests.support.server import free_port
 
 BUCKET = "artifacts"
@@ -64,7 +65,8 @@ class ObjectServer:
 
     def hang(self) -> None:
         """Answer nothing until `go_on`."""
-        self._signal(signal.SIGSTOP)
+        assert self.process is not None
+        freeze(self.process.pid)
 
     def go_on(self) -> None:
         """Answer again."""

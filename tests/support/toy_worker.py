@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from engines.base import BaseEngine
 from engines.sampling.base import SampleStep, SamplingEngine
-from schemas.errors import InvalidRequest, ModelLost, NonFiniteGradient, NotFound, TinsmithError, Unavailable
+from schemas.base_model_info import BaseModelInfo
+from schemas.errors import Cancelled, InvalidRequest, ModelLost, NonFiniteGradient, NotFound, TinsmithError, Unavailable
 from schemas.operations import (
-    BaseModelInfo,
     DatumRange,
     LoraSpec,
     OptimizerType,
@@ -244,9 +244,14 @@ class ToySampler(SamplingEngine):
         self.taken[request_id] = (sample.params.seed, sample.cache_domain)
         self.waiting[request_id] = ToyRequest(sample)
 
-    def cancel(self, request_id: str) -> None:
-        self.waiting.pop(request_id, None)
-        self.running.pop(request_id, None)
+    def cancel(self, request_id: str) -> Cancelled | None:
+        if self.waiting.pop(request_id, None) is not None:
+            return Cancelled()
+        request = self.running.pop(request_id, None)
+        if request is None:
+            return None
+        prompt, rows = len(request.sample.prompt), request.sample.num_samples
+        return Cancelled(prompt_tokens=prompt, drawn_tokens=rows * request.done)
 
     @property
     def load(self) -> SamplerLoad:
