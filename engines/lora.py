@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -73,8 +73,8 @@ class Part:
 class Router:
     """Which adapter rules which rows. Shared by all wrapped linears of one model; used by one thread at a time.
 
-    `row_block`: products with base weights run over blocks of this many rows (None: over all rows at once), for
-    machines whose product of one row depends on how many others there are. `row_unit`: passes have multiples of it,
+    `row_block`: products run over blocks of this many rows (None: over all rows at once), for machines whose product of
+    one row depends on how many others there are. `row_unit`: passes have multiples of it,
     whose rows then have the bits that they have among many others (1: off). `least_rows`: adapters' products of
     fewer rows are filled up to a multiple of it too, those of rank 1 whatever their rows.
     """
@@ -257,7 +257,17 @@ def _aligned(rows: Tensor) -> Tensor:
 
 
 def _add_delta(y: Tensor, x: Tensor, part: Part, router: Router) -> Tensor:
-    """Add `scaling * (x A^T) B^T` to the part's rows of y [n, out] in place; returns x A^T of them, x being [n, in].
+    """Add `scaling * (x A^T) B^T` to the part's rows of y [n, out] in place; returns x A^T of them, x being [n, in]."""
+    start, stop = part.rows.start, part.rows.stop
+    block = router.row_block or stop - start
+    if stop - start <= block:
+        return _add_rows(y, x, part, router)
+    cuts = (slice(first, min(first + block, stop)) for first in range(start, stop, block))
+    return torch.cat([_add_rows(y, x, replace(part, rows=rows), router) for rows in cuts])
+
+
+def _add_rows(y: Tensor, x: Tensor, part: Part, router: Router) -> Tensor:
+    """One block of `_add_delta`.
 
     Products of few rows take their neighbours in (`Router.missing`), whose results are thrown away: products of fewer
     sum in another order.

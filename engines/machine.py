@@ -56,6 +56,12 @@ def machine_memory() -> tuple[int, int]:
     return total, free
 
 
+def is_intel_avx2() -> bool:
+    """Whether this is an Intel processor with AVX2 (or more); false where the kernel does not tell."""
+    known = _text(Path("/proc/cpuinfo")).partition("\n\n")[0]
+    return "GenuineIntel" in known and " avx2 " in known
+
+
 def _physical() -> tuple[int, int]:
     known = _table(Path("/proc/meminfo"))
     if "MemTotal:" in known:

@@ -28,7 +28,7 @@ from engines.torch_engine.adapter import AdapterState, Gradient, state_bytes, st
 from engines.torch_engine.adapter_pool import AdapterPool
 from engines.torch_engine.assembly import Assembly, assemble
 from engines.torch_engine.capabilities import CAPABILITIES
-from engines.torch_engine.hardware import set_threads
+from engines.torch_engine.hardware import keep_sums, set_threads
 from engines.torch_engine.loading import load_base_model, resolve_device
 from engines.torch_engine.memory import (
     Checkpointing,
@@ -131,6 +131,7 @@ class TorchEngine(BaseEngine):
         """Load, freeze and wrap the base model; raises `Unavailable` (or `InvalidRequest` for dtype and device)."""
         self.capabilities.check_ranks(self._place.ranks)
         self.capabilities.check_device(self._device)
+        keep_sums()
         set_threads(self._threads)
         device = resolve_device(self._device)
         dtype = resolve_dtype(self._dtype, device)

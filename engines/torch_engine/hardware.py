@@ -6,12 +6,13 @@ Not responsible for what a model needs of it (`memory.py`).
 from __future__ import annotations
 
 import functools
+import os
 import time
 
 import torch
 from torch import Tensor, nn
 
-from engines.machine import machine_memory, usable_cores
+from engines.machine import is_intel_avx2, machine_memory, usable_cores
 
 _SECONDS = 0.1
 """Of measuring, after one product to warm up."""
@@ -30,6 +31,19 @@ def set_threads(threads: int | None) -> int:
     wanted = usable_cores() if threads is None else threads
     torch.set_num_threads(wanted)
     return wanted
+
+
+def keep_sums() -> None:
+    """Ask MKL to sum a row of a float32 product in one order, however many rows and threads there are.
+
+    Its "strict" mode of reproducible results promises that for numbers of threads, on Intel processors with AVX2 or
+    more, and keeps it for numbers of rows too; products of many rows are as fast as without (docs/performance.md).
+    MKL reads the variable at its first product, so this comes before any; what an operator has set wins. Other
+    processors are left alone: MKL has no such mode for them. What rows are worth in the end is tried out
+    (`invariance.py`).
+    """
+    if is_intel_avx2():
+        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:

@@ -28,7 +28,9 @@ A small unit makes a lone sample cheap, so the smallest that holds is taken."""
 LEAST_ROWS = 16
 """From so many rows on, adapters' products need not be filled up (but those of rank 1)."""
 ROW_BLOCK = 64
-_PROBED = (1, 2, 3, 4, 5, 7, 8, 16)
+_PROBED_UNITS = (1, 2, 3, 4, 5, 7, 8, 16)
+_ODD = (17, 31)
+"""Numbers of rows that are no multiple of a unit, for adapters' products, which are not filled up then."""
 _RANKS = (1, 2, 8, 32)
 """Of adapters that are tried out."""
 _LENGTHS = (21, 13)
@@ -45,7 +47,7 @@ def choose_rows(weights: Sequence[Tensor], head: Tensor) -> tuple[int, int | Non
         head: of the output head [vocab, hidden].
     """
     for unit in ROW_UNITS:
-        if all(_holds(weight, unit) for weight in weights) and _same_rows(head.t(), unit, starts=1):
+        if all(_holds(weight, unit) for weight in weights) and _same_rows(head.t(), unit, rows=32 * unit, starts=1):
             return unit, None
     return ROW_BLOCK, ROW_BLOCK
 
@@ -61,24 +63,37 @@ def filling_for(model: Any, unit: int) -> Filling:
 
 def _holds(weight: Tensor, unit: int) -> bool:
     """Whether the bits of rows are the same in all products with this weight [out, in] and with adapters on it."""
+    if not (_same_rows(weight, unit) and _same_rows(weight.t(), unit)):
+        return False
     generator = torch.Generator().manual_seed(1)
-    adapters = [torch.randn(rank, sum(weight.shape), generator=generator).to(weight.device) for rank in _RANKS]
-    downs = [pair[:, weight.shape[0] :].contiguous().t() for pair in adapters]
-    ups = [pair[:, : weight.shape[0]].t().contiguous().t() for pair in adapters]
-    return all(_same_rows(each, unit) for each in (weight, weight.t(), *downs, *ups))
-
-
-def _same_rows(weight: Tensor, unit: int, starts: int = 4) -> bool:
-    """Whether multiples of the unit, from anywhere in a large product, have the bits that they have in it."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * unit * _PROBED[-1], weight.shape[0], generator=generator).to(weight)
-    whole = torch.mm(x, weight)
-    for start in (0, 1, unit, 5 * unit + 3)[:starts]:
-        for count in _PROBED:
-            rows = slice(start, start + count * unit)
-            if not torch.equal(torch.mm(x[rows].clone(), weight), whole[rows]):
-                return False
+    for rank in _RANKS:
+        pair = torch.randn(rank, sum(weight.shape), generator=generator).to(weight.device)
+        down = pair[:, weight.shape[0] :].contiguous().t()
+        up = pair[:, : weight.shape[0]].t().contiguous().t()
+        odd = () if rank == 1 else _ODD
+        if not (_same_rows(down, unit, odd) and _same_rows(up, unit, odd, adds=True)):
+            return False
     return True
+
+
+def _same_rows(
+    weight: Tensor, unit: int, odd: Sequence[int] = (), *, adds: bool = False, rows: int = 512, starts: int = 4
+) -> bool:
+    """Whether `odd` numbers of rows and multiples of the unit, from anywhere in a product of many rows, have the bits
+    that they have in it; `adds`: as it adds to something."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, width, generator=generator).to(weight) for width in weight.shape)
+
+    def product(of: slice) -> Tensor:
+        return torch.addmm(y[of], x[of].clone(), weight, alpha=0.7) if adds else torch.mm(x[of].clone(), weight)
+
+    whole = product(slice(0, rows))
+    places = [
+        slice(start, start + count)
+        for start in (0, 1, unit, 5 * unit + 3)[:starts]
+        for count in (*(units * unit for units in _PROBED_UNITS), *odd)
+    ]
+    return all(torch.equal(product(place), whole[place]) for place in places)
 
 
 def judge(run: TrainingPass, weights: AdapterWeights, vocab_size: int) -> tuple[bool, bool]:

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engines.torch_engine.hardware import keep_sums
 from tests.support.tiny_model import make_tiny_model
 
 pytest.register_assert_rewrite("tests.engines.contract")
+keep_sums()  # before the first product of this process, whichever test computes it
 
 
 @pytest.fixture(autouse=True, scope="session")

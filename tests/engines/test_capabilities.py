@@ -71,7 +71,10 @@ def test_an_engine_itself_refuses_too(untied_folder: Path, tmp_path: Path) -> No
     class Small(TorchEngine):
         capabilities = SMALL
 
-    engine, other = Small(untied_folder, device="cpu", threads=1), TorchEngine(untied_folder, device="cpu", threads=1)
+    engine, other = (
+        Small(untied_folder, device="cpu", threads=1, dtype="float32"),
+        TorchEngine(untied_folder, device="cpu", threads=1, dtype="float32"),
+    )
     engine.load()
     other.load()
     with pytest.raises(InvalidRequest, match="dimuon"):

@@ -39,7 +39,7 @@ from workers.spec import WorkerSpec
 
 
 def load_engine(folder: Path) -> FsdpEngine:
-    engine = FsdpEngine(folder, device="cpu", threads=1)
+    engine = FsdpEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     return engine
 

@@ -53,7 +53,7 @@ def two(tied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def one(tied_folder: Path) -> TorchEngine:
     """The torch engine on the same model, in this process."""
-    engine = TorchEngine(tied_folder, device="cpu", threads=1)
+    engine = TorchEngine(tied_folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     return engine
 
@@ -288,7 +288,7 @@ def test_checkpoints_and_snapshots_go_from_two_ranks_to_one_and_back(
     two: Gang, tied_folder: Path, tmp_path: Path, name: str
 ) -> None:
     """Bit for bit, moments and a pending gradient included; the numbers of the next steps then agree."""
-    single = FsdpEngine(tied_folder, device="cpu", threads=1)
+    single = FsdpEngine(tied_folder, device="cpu", threads=1, dtype="float32")
     single.load()
     two.call("create_adapter", name, SPEC)
     for seed in range(2):

@@ -3,6 +3,9 @@ number of rows, and what happens where a machine or a number of threads does not
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from engines.lora import AdapterWeights, LoraLinear, Router
+from engines.machine import is_intel_avx2
 from engines.sampling.model_facts import ModelFacts
 from engines.sampling.sampling_pass import SamplingPass, Span
+from engines.torch_engine import hardware
 from engines.torch_engine.assembly import assemble
 from engines.torch_engine.invariance import LEAST_ROWS, ROW_BLOCK, choose_rows
 from engines.torch_engine.packing import Filling
@@ -59,6 +64,7 @@ def test_the_unit_grows_where_few_rows_are_summed_otherwise(
         return torch.full((len(x), weight.shape[1]), float(len(x) if len(x) < honest else 0))
 
     monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", lambda y, x, weight, alpha: mm(x, weight))
     assert choose_rows([drawn(8, 8)], drawn(16, 8)) == expected
 
 
@@ -66,17 +72,18 @@ def test_the_unit_grows_where_few_rows_are_summed_otherwise(
 @pytest.mark.parametrize("shape", [(192, 576), (576, 1536)], ids=str)
 def test_an_adapters_rows_have_the_same_bits_in_any_number_and_place(rank: int, shape: tuple[int, int]) -> None:
     out, into = shape
-    router = Router(least_rows=LEAST_ROWS)
+    router = Router()
     router.row_unit, router.row_block = choose_rows([drawn(out, into)], drawn(64, into))
+    router.least_rows = max(router.row_unit, LEAST_ROWS)
     base = nn.Linear(into, out, bias=False)
     linear = LoraLinear(base, "x", router)
     adapter = AdapterWeights({"x": (drawn(rank, into, seed=1), drawn(out, rank, seed=2))}, 0.7)
     other = AdapterWeights({"x": (torch.full((rank, into), torch.inf), torch.full((out, rank), torch.nan))}, 1.0)
-    x = drawn(64, into, seed=3)
-    with torch.inference_mode(), router.use([(adapter, slice(0, 64))]):
+    total = 192
+    x = drawn(total, into, seed=3)
+    with torch.inference_mode(), router.use([(adapter, slice(0, total))]):
         whole = linear(x)
-    total = max(64, router.row_unit)
-    for count in (1, 2, 3, 4, 5, 7, 9, 13, 16, 17, 31):
+    for count in (1, 2, 3, 4, 5, 7, 9, 13, 16, 17, 31, 64, 65, 100, 130):
         for start in (0, 5, total - count):
             company = drawn(total, into, seed=4)
             company[start : start + count] = x[:count]
@@ -87,6 +94,49 @@ def test_an_adapters_rows_have_the_same_bits_in_any_number_and_place(rank: int, 
     few = router.row_unit
     with torch.inference_mode(), router.use([(adapter, slice(0, 1)), (None, slice(1, few))]):
         assert torch.equal(linear(torch.cat([x[:1], company[: few - 1]]))[:1], whole[:1])
+
+
+@pytest.mark.slow
+def test_the_same_where_products_depend_on_their_rows() -> None:
+    """As on an Intel processor whose MKL is not asked for one order of sums: rows then come in blocks. (Elsewhere the
+    variable means nothing.)"""
+    if torch.get_num_threads() == 1:
+        pytest.skip("the other number of threads runs the whole file")
+    tests = [__file__, "-q", "-n", "0", "-k", "multiple_of_the_unit or any_number_and_place"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests],
+        env={**os.environ, "MKL_CBWR": "OFF"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+
+
+@pytest.mark.skipif(not is_intel_avx2(), reason="not a processor with such a mode")
+def test_where_sums_have_one_order_a_lone_row_costs_four() -> None:
+    """In a process of its own: MKL looks at the variable once."""
+    code = (
+        "import torch\n"
+        "from engines.torch_engine import hardware, invariance\n"
+        f"hardware.keep_sums(); torch.set_num_threads({torch.get_num_threads()})\n"
+        "print(invariance.choose_rows([torch.randn(*s) for s in ((576, 1536), (192, 576))], torch.randn(4096, 576)))"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "(4, None)"
+
+
+def test_who_chooses_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    for intel, given in ((True, None), (True, "COMPATIBLE"), (False, None)):
+        monkeypatch.setattr(hardware, "is_intel_avx2", lambda intel=intel: intel)
+        monkeypatch.delenv("MKL_CBWR", raising=False)
+        if given:
+            monkeypatch.setenv("MKL_CBWR", given)
+        hardware.keep_sums()
+        chosen.append(os.environ.get("MKL_CBWR"))
+    assert chosen == ["AUTO,STRICT", "COMPATIBLE", None]
 
 
 def test_samples_use_fewer_threads_where_no_filling_suits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

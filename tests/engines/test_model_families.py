@@ -166,7 +166,7 @@ def test_a_mix_that_joins_over_time_equals_generate(family: str) -> None:
 def test_training_and_sampling(family: str, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     folder = make_family(tmp_path / "base", family)
-    engine = TorchEngine(folder, device="cpu", threads=1)
+    engine = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     engine.create_adapter("a", SPEC)
     reference = Reference(folder, export(engine, "a", tmp_path / "start"))

@@ -127,7 +127,7 @@ def test_five_steps_of_every_loss(
     base: str, loss: str, chunked: bool, untied_folder: Path, tied_folder: Path, tmp_path: Path
 ) -> None:
     folder = untied_folder if base == "untied" else tied_folder
-    engine = TorchEngine(folder, device="cpu", threads=1)
+    engine = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     engine.create_adapter("a", SPEC)
     reference = Reference(folder, export(engine, "a", tmp_path / "init"))
@@ -160,7 +160,7 @@ def test_five_steps_of_every_loss(
 
 @pytest.fixture
 def engine(untied_folder: Path) -> TorchEngine:
-    engine = TorchEngine(untied_folder, device="cpu", threads=1)
+    engine = TorchEngine(untied_folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     engine.create_adapter("a", SPEC)
     train(engine, make_batch("a"))
@@ -217,7 +217,7 @@ def test_peft_loads_the_export_at_once(
     base: str, flags: tuple[bool, ...], untied_folder: Path, tied_folder: Path, tmp_path: Path
 ) -> None:
     folder = untied_folder if base == "untied" else tied_folder
-    engine = TorchEngine(folder, device="cpu", threads=1)
+    engine = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     engine.create_adapter("a", LoraSpec(8, 3, *flags))
     for seed in range(4):
@@ -227,7 +227,7 @@ def test_peft_loads_the_export_at_once(
     embedding = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
     assert torch.equal(reference.model.get_input_embeddings().weight, embedding)
     batch = make_batch("a", seed=50)
-    fresh = TorchEngine(folder, device="cpu", threads=1)
+    fresh = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     fresh.load()
     fresh.create_adapter("a", LoraSpec(8, 3, *flags))
     for datum, lp, untrained in zip(

@@ -26,7 +26,7 @@ from tests.engines.contract import FAST, SPEC, EngineContract, accumulate, logpr
 
 
 def load_engine(folder: Path) -> TorchEngine:
-    engine = TorchEngine(folder, device="cpu", threads=1)
+    engine = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     return engine
 
@@ -51,7 +51,7 @@ def checksum(model: torch.nn.Module) -> str:
 
 def test_info(untied_folder: Path) -> None:
     assert get_engine("torch") is TorchEngine
-    engine = TorchEngine(untied_folder, device="cpu")
+    engine = TorchEngine(untied_folder, device="cpu", dtype="float32")
     with pytest.raises(EngineFailure):
         _ = engine.model
     info = engine.load()

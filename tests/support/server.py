@@ -46,9 +46,12 @@ def free_port() -> int:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child: nothing of Tinsmith's or Tinker's own leaks in, and no hub is asked."""
+    """The environment of a child: nothing of Tinsmith's or Tinker's own leaks in, and no hub is asked.
+
+    Numbers and bits that tests expect are float32's; by itself a server takes bfloat16 on some processors.
+    """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINSMITH_", "TINKER_"))}
-    return {**clean, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", **(extra or {})}
+    return {**clean, "TINSMITH_DTYPE": "float32", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", **(extra or {})}
 
 
 @contextmanager

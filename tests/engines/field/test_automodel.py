@@ -99,7 +99,7 @@ def test_the_model_is_automodels_and_holds_the_weights_of_the_files(
     folder = {"untied": untied_folder, "tied": tied_folder, "qwen": qwen_folder}[kind]
     engine = load_engine(folder)
     assert type(engine.model).__module__.startswith("nemo_automodel.components.models.")
-    plain = TorchEngine(folder, device="cpu", threads=1)
+    plain = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     assert engine.info.packed == plain.load().packed
     assert linear_families(engine.model) == linear_families(plain.model)
     engine.create_adapter("a", SPEC)

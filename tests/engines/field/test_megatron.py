@@ -150,7 +150,7 @@ def test_rotary_angles_of_llama_3(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", [LoraSpec(4, 3, False, False, True), LoraSpec(4, 3, True, False, False)])
 def test_adapters_on_parts_of_the_model(engine: MegatronEngine, untied_folder: Path, spec: LoraSpec) -> None:
     """The head alone, where no pass goes back through the body, and attention alone: as on engine torch."""
-    plain = TorchEngine(untied_folder, device="cpu", threads=1)
+    plain = TorchEngine(untied_folder, device="cpu", threads=1, dtype="float32")
     plain.load()
     found = []
     for each in (engine, plain):
@@ -211,7 +211,7 @@ def test_parts_of_fused_weights_are_those_of_the_files(engine: MegatronEngine, u
 
 def test_samples_are_those_of_engine_torch(engine: MegatronEngine, untied_folder: Path, tmp_path: Path) -> None:
     """Without keys and values kept, token by token: greedy and drawn, base model and adapter."""
-    plain = TorchEngine(untied_folder, device="cpu", threads=1)
+    plain = TorchEngine(untied_folder, device="cpu", threads=1, dtype="float32")
     plain.load()
     engine.create_adapter("a", SPEC)
     train(engine, make_batch("a"))
@@ -239,7 +239,7 @@ def test_samples_are_those_of_engine_torch(engine: MegatronEngine, untied_folder
 
 def test_checkpoints_go_to_engine_torch_and_back(engine: MegatronEngine, untied_folder: Path, tmp_path: Path) -> None:
     """With the optimizer's state: both then take the same step."""
-    plain = TorchEngine(untied_folder, device="cpu", threads=1)
+    plain = TorchEngine(untied_folder, device="cpu", threads=1, dtype="float32")
     plain.load()
     engine.create_adapter("a", SPEC)
     for seed in range(2):

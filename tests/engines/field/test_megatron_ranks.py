@@ -59,7 +59,7 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.
 @pytest.fixture(scope="module")
 def one(folder: Path) -> TorchEngine:
     """Engine torch on the same model, in this process."""
-    engine = TorchEngine(folder, device="cpu", threads=1)
+    engine = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     return engine
 

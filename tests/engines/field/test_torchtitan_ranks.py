@@ -46,7 +46,7 @@ def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang
 @pytest.fixture(scope="module")
 def one(folder: Path) -> TorchEngine:
     """The torch engine on the same model, in this process."""
-    engine = TorchEngine(folder, device="cpu", threads=1)
+    engine = TorchEngine(folder, device="cpu", threads=1, dtype="float32")
     engine.load()
     return engine
 

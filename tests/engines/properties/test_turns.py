@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from engines.machine import is_intel_avx2
 from engines.torch_engine.engine import TorchEngine
 from schemas.operations import AdapterStep, DatumRange, OptimStep, OptimStepParams, StepResult, TrainBatch
 from tests.engines.properties.conftest import Labs
@@ -83,10 +84,11 @@ def cut(draw: st.DrawFn, operations: Mapping[str, TrainBatch]) -> Cuts:
 def test_packs_are_in_use(lab: Lab, labs: Labs) -> None:
     """Else everything here would hold of an engine that computes one datum at a time, too.
 
-    It falls back to that where it finds packing wrong, or (for routed experts) its low bits in want of company.
+    It falls back to that where it finds packing wrong, or its low bits in want of company: those of routed experts are,
+    for an expert sees any number of rows, on processors that sum fewer rows in another order.
     """
     assert lab.engine.info.batch_invariant
-    assert lab.engine.info.packed == (lab.name != "qwen3_moe")
+    assert lab.engine.info.packed or (lab.name == "qwen3_moe" and not is_intel_avx2())
     free = labs(lab.name, exact=False)
     assert free.engine.info.packed
     with free.adapters({"a": "head", "b": "head"}) as engine:
