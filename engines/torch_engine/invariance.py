@@ -29,7 +29,7 @@ LEAST_ROWS = 16
 """From so many rows on, adapters' products need not be filled up (but those of rank 1)."""
 ROW_BLOCK = 64
 _PROBED_UNITS = (1, 2, 3, 4, 5, 7, 8, 16)
-_ODD = (17, 31)
+_ODD = (17, 31, 65, 100, 130)
 """Numbers of rows that are no multiple of a unit, for adapters' products, which are not filled up then."""
 _RANKS = (1, 2, 8, 32)
 """Of adapters that are tried out."""

@@ -85,6 +85,9 @@ class Api:
                 if answer.status_code != 408:
                     assert answer.status_code == 200, answer.text
                     return dict(answer.json())
+                # A poll that is not held comes back at once: without a pause this loop would keep the interpreter from
+                # the worker, which is a thread of this process here.
+                await asyncio.sleep(0.005)
 
     async def do(self, route: str, /, **body: Any) -> dict[str, Any]:
         """Submit and wait for a success."""
