@@ -146,6 +146,7 @@ def _read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
+@pytest.mark.slow
 async def test_a_thousand_parts_of_a_large_file_cost_one_reading_and_damage_is_still_found(api: Api) -> None:
     model = await api.model()
     await api.do("save_weights_external", model_id=model, path="large")

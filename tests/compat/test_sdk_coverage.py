@@ -151,11 +151,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Row]]:
         yield collect(tmp_path_factory.mktemp("coverage"))
 
 
+@pytest.mark.slow
 def test_every_method_and_command_works(rows: list[Row]) -> None:
     failed = [f"{row.section} {row.name}: {row.failure}" for row in rows if row.failure is not None]
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.slow
 def test_the_page_is_current(rows: list[Row]) -> None:
     assert PAGE.read_text() == page(rows), "run: python -m tests.compat.test_sdk_coverage"
 

@@ -15,7 +15,11 @@ from tests.support.tiny_model import make_tiny_model
 KINDS = frozenset({"commit"})
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.exhaustive)], ids=["every third", "every one"])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)],
+    ids=["every third", "every one"],
+)
 async def test_commits_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     settings = calm_settings(tmp_path / "data", make_tiny_model(tmp_path / "tiny"))
     failed, told = await fail_calls(settings, KINDS, monkeypatch, lambda calls: every(calls)[::step])

@@ -181,6 +181,7 @@ needs_mounts = pytest.mark.skipif(not _can_mount(), reason="this kernel lets nob
 
 
 @needs_mounts
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, tiny: Path) -> None:
     """The server's data folder is a disk of 6 MB; a file of another program fills it, and goes away again."""
     data_dir = tmp_path / "data"

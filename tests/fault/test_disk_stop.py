@@ -57,6 +57,7 @@ def _model(client: httpx.Client) -> str:
     return str(_result(client, made["request_id"])["model_id"])
 
 
+@pytest.mark.slow
 def test_accepted_work_is_finished_and_new_work_sent_away(tmp_path: Path, tiny: Path) -> None:
     with _server(tmp_path / "data", tiny, 60) as (server, client):
         model = _model(client)

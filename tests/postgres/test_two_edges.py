@@ -177,6 +177,7 @@ async def test_one_server_sweeps_and_doctor_looks_at_both(edges: tuple[Api, Api]
         await asyncio.to_thread(back_up, settings.data_dir, settings.data_dir.parent / "backup")
 
 
+@pytest.mark.slow
 async def test_a_server_on_a_shared_cluster_must_be_the_only_one(make_settings: Callable[..., Settings]) -> None:
     async with serving(make_settings(edge_lease=8.0)) as first:  # on a busy machine it may be silent for 2 s
         with pytest.raises(Unavailable, match="must be the only one") as refused:

@@ -41,6 +41,7 @@ def overfit(model_id: str, *, backward: bool = True) -> TrainBatch:
     return TrainBatch(model_id, (Datum(text[:-1], inputs),), "cross_entropy", {}, backward)
 
 
+@pytest.mark.slow
 async def test_train_save_sample_kill_and_resume(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     spec = WorkerSpec("tiny", str(tmp_path / "model"), str(tmp_path / "data"), dtype="float32", device="cpu", threads=1)
