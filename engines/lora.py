@@ -288,4 +288,4 @@ def _add_rows(y: Tensor, x: Tensor, part: Part, router: Router) -> Tensor:
         own = slice(part.rows.start - start, part.rows.stop - start)
     down = torch.mm(_aligned(x_wide), part.down.t())
     y[part.rows] = torch.addmm(y_wide, down, part.up.t(), alpha=part.scaling)[own]
-    return down[own]
+    return _aligned(down[own])

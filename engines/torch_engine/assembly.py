@@ -17,7 +17,7 @@ from engines.lora import AdapterWeights, LoraLinear, Router
 from engines.lora_targets import FAMILIES, attach, available_families, init_adapter
 from engines.torch_engine.attention import can_pack
 from engines.torch_engine.head import OutputHead
-from engines.torch_engine.invariance import LEAST_ROWS, choose_rows, filling_for, judge
+from engines.torch_engine.invariance import arrange_rows, filling_for, judge
 from engines.torch_engine.loading import check_head, describe, freeze
 from engines.torch_engine.meter import Meter, product_parameters
 from engines.torch_engine.precision import weights_dtype
@@ -57,8 +57,8 @@ def assemble(
     cpu = run.device.type == "cpu"
     exact = batch_invariant and cpu and weights_dtype(model) == torch.float32
     router.row_unit = router.least_rows = 1
-    if run.packs and batch_invariant and cpu:
-        _align(run, model, exact, whole)
+    if run.packs and exact:  # in bfloat16 no filling would keep bits, and blocks are slower
+        _align(run, model, whole)
     if run.packs:
         right, same = judge(run, _probe(model), info.vocab_size)
         run.packs = right and (same or not exact)
@@ -68,15 +68,14 @@ def assemble(
     return Assembly(router, head, run, replace(info, packed=run.packs, batch_invariant=exact))
 
 
-def _align(run: TrainingPass, model: Any, exact: bool, whole: Callable[[Tensor], Tensor]) -> None:
+def _align(run: TrainingPass, model: Any, whole: Callable[[Tensor], Tensor]) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
     distinct = {tuple(linear.weight.shape): linear.weight for linear in linears}
     head = whole(model.get_output_embeddings().weight)
-    unit, block = choose_rows([whole(weight) for weight in distinct.values()], head)
-    run.router.row_block, run.router.row_unit, run.router.least_rows = block, unit, max(unit, LEAST_ROWS)
-    filling = filling_for(model, unit)
-    if exact and not filling.suits():
+    arrange_rows(run.router, [whole(weight) for weight in distinct.values()], head)
+    filling = filling_for(model, run.router.row_unit)
+    if not filling.suits():
         run.packs = False  # one sequence at a time trains; samples use fewer threads (`sampling_pass.py`)
         return
     run.filling = filling

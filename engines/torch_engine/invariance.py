@@ -7,6 +7,7 @@ runs per datum but the elementwise kernels (`packing.Filling`) and the products 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.lora import AdapterWeights, LoraLinear, Pairs, views
+from engines.lora import AdapterWeights, LoraLinear, Pairs, Router, views
 from engines.losses import cross_entropy
 from engines.torch_engine.operations import DatumLoss
 from engines.torch_engine.packing import Filling
@@ -26,26 +27,36 @@ ROW_UNITS = (4, 16)
 """Products of fewer rows sum in another order than those of many on some CPUs, and of other numbers on some threads.
 A small unit makes a lone sample cheap, so the smallest that holds is taken."""
 LEAST_ROWS = 16
-"""From so many rows on, adapters' products need not be filled up (but those of rank 1)."""
+"""From so many rows on, adapters' products need not be filled up (but those of rank 1), where any number holds."""
 ROW_BLOCK = 64
 _PROBED_UNITS = (1, 2, 3, 4, 5, 7, 8, 16)
 _ODD = (17, 31, 65, 100, 130)
-"""Numbers of rows that are no multiple of a unit, for adapters' products, which are not filled up then."""
+"""Numbers of rows that are no multiple of a unit: adapters' products are not filled up where these hold too."""
 _RANKS = (1, 2, 8, 32)
 """Of adapters that are tried out."""
 _LENGTHS = (21, 13)
 _CLOSE = 1e-3
 
 
-def choose_rows(weights: Sequence[Tensor], head: Tensor) -> tuple[int, int | None]:
-    """(unit, block): rows come in multiples of the unit; products run over all of them at once (block None) if this
-    machine then gives each row the same bits whatever others there are, else over blocks of a fixed number of rows.
+def arrange_rows(router: Router, weights: Sequence[Tensor], head: Tensor) -> None:
+    """Choose `row_unit`, `row_block` and `least_rows` of the router, so that rows have the same bits in any company.
+
+    Rows come in multiples of the unit. Products run over all of them at once (no block) if this machine then gives each
+    row the same bits whatever others there are, else over blocks of a fixed number of rows. Adapters' products, which
+    have the rows of one request, are filled up to the unit where they depend on their number.
 
     Args:
         weights: of the linears [out, in], one of each shape; products with them, with their transposes and with
             adapters are tried out.
         head: of the output head [vocab, hidden].
     """
+    router.row_unit, router.row_block = choose_rows(weights, head)
+    free = router.row_block is None and all(_adapters_hold(weight, router.row_unit, _ODD) for weight in weights)
+    router.least_rows = max(router.row_unit, LEAST_ROWS) if free else sys.maxsize
+
+
+def choose_rows(weights: Sequence[Tensor], head: Tensor) -> tuple[int, int | None]:
+    """(unit, block) of `arrange_rows`."""
     for unit in ROW_UNITS:
         if all(_holds(weight, unit) for weight in weights) and _same_rows(head.t(), unit, rows=32 * unit, starts=1):
             return unit, None
@@ -63,15 +74,19 @@ def filling_for(model: Any, unit: int) -> Filling:
 
 def _holds(weight: Tensor, unit: int) -> bool:
     """Whether the bits of rows are the same in all products with this weight [out, in] and with adapters on it."""
-    if not (_same_rows(weight, unit) and _same_rows(weight.t(), unit)):
-        return False
+    return _same_rows(weight, unit) and _same_rows(weight.t(), unit) and _adapters_hold(weight, unit)
+
+
+def _adapters_hold(weight: Tensor, unit: int, odd: Sequence[int] = ()) -> bool:
+    """Whether they are in products with adapters on this weight, of `odd` numbers of rows too (those of rank 1 are
+    always filled up)."""
     generator = torch.Generator().manual_seed(1)
     for rank in _RANKS:
         pair = torch.randn(rank, sum(weight.shape), generator=generator).to(weight.device)
         down = pair[:, weight.shape[0] :].contiguous().t()
         up = pair[:, : weight.shape[0]].t().contiguous().t()
-        odd = () if rank == 1 else _ODD
-        if not (_same_rows(down, unit, odd) and _same_rows(up, unit, odd, adds=True)):
+        more = () if rank == 1 else odd
+        if not (_same_rows(down, unit, more) and _same_rows(up, unit, more, adds=True)):
             return False
     return True
 

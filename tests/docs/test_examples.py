@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from examples.notebooks import NAMES
-from tests.support.server import RunningServer, free_port
+from tests.support.server import RunningServer, free_port, serve
+from tests.support.tiny_model import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Run = Callable[..., dict[str, Any]]
@@ -40,6 +41,17 @@ def test_sft_loss_falls(run: Run) -> None:
     assert names["losses"][-1] < names["losses"][0] - 1
     assert names["held_out_losses"][-1] < names["held_out_losses"][0]
     assert names["checkpoint"].endswith("/weights/sft")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_loss_falls_in_other_precisions(run: Run, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the hardware has units for, as a newcomer gets it; all other tests have servers in float32."""
+    model = f"acme/tiny={make_tiny_model(tmp_path / 'model')}"
+    with serve(tmp_path / "data", ["--base-model", model], extra_environment={"TINSMITH_DTYPE": dtype}) as server:
+        monkeypatch.setenv("TINKER_API_KEY", server.key)
+        options = ("--steps", "5", "--learning-rate", "1e-2", "--max-tokens", "8")
+        losses = run("sft", "--base-url", server.url, *options)["losses"]
+    assert losses[-1] < losses[0] - 1
 
 
 def test_an_address_without_a_server_is_told_at_once(run: Run) -> None:

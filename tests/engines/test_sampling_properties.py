@@ -33,7 +33,7 @@ from engines.sampling.adapter_cache import AdapterCache
 from engines.sampling.kv import Holder
 from engines.sampling.torch_sampler import TorchSampler
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.invariance import choose_rows
+from engines.torch_engine.invariance import arrange_rows
 from schemas.errors import Cancelled, EngineFailure, TinsmithError
 from schemas.operations import (
     Datum,
@@ -157,7 +157,7 @@ class Crowd:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.router = attach(self.model)
         linears = [self.model.get_submodule(name).weight for name in linear_families(self.model)]
-        self.router.row_unit, self.router.row_block = choose_rows(linears, self.model.lm_head.weight)
+        arrange_rows(self.router, linears, self.model.lm_head.weight)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.root = root
         self.adapters: dict[str, AdapterWeights] = {}

@@ -49,9 +49,12 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: nothing of Tinsmith's or Tinker's own leaks in, and no hub is asked.
 
     Numbers and bits that tests expect are float32's; by itself a server takes bfloat16 on some processors.
+    TINSMITH_DTYPE of the caller wins.
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINSMITH_", "TINKER_"))}
-    return {**clean, "TINSMITH_DTYPE": "float32", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", **(extra or {})}
+    dtype = os.environ.get("TINSMITH_DTYPE", "float32")
+    offline = {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
+    return {**clean, "TINSMITH_DTYPE": dtype, **offline, **(extra or {})}
 
 
 @contextmanager

@@ -46,7 +46,7 @@ STEPS = (OptimStepParams(3e-3, (0.9, 0.95), 1e-2, 0.0), OptimStepParams(1e-3, (0
 
 
 def load_engine(folder: Path, **options: Any) -> MegatronEngine:
-    engine = MegatronEngine(folder, device="cpu", threads=1, **options)
+    engine = MegatronEngine(folder, **({"device": "cpu", "threads": 1, "dtype": "float32"} | options))
     engine.load()
     return engine
 
