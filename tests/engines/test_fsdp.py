@@ -112,7 +112,7 @@ def test_a_model_tells_the_same_of_itself_on_both_engines(tmp_path: Path, tied_f
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     infos = []
     for kind in (TorchEngine, FsdpEngine):
-        info = kind(folder, device="cpu", threads=1).load()
+        info = kind(folder, device="cpu", threads=1, dtype="float32").load()
         infos.append(replace(info, peak_flops=0.0, memory=MemoryEstimate()))
     assert infos[0] == infos[1]
     assert infos[1].eos_token_ids == (7, 9)

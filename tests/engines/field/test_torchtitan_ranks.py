@@ -210,7 +210,7 @@ def test_checkpoints_go_around_with_the_optimizer(
     two: Gang, folder: Path, tmp_path: Path, name: str, kind: type[TorchEngine]
 ) -> None:
     """From two ranks to another engine and back, bit for bit; the gradients in between agree."""
-    single = kind(folder, device="cpu", threads=1)
+    single = kind(folder, device="cpu", threads=1, dtype="float32")
     single.load()
     trained(two, name)
     saved = two.call("save_checkpoint", name, str(tmp_path / "two"), True)
