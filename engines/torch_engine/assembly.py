@@ -20,6 +20,7 @@ from engines.torch_engine.head import OutputHead
 from engines.torch_engine.invariance import arrange_rows, filling_for, judge
 from engines.torch_engine.loading import check_head, describe, freeze
 from engines.torch_engine.meter import Meter, product_parameters
+from engines.torch_engine.packing import Filling
 from engines.torch_engine.precision import weights_dtype
 from engines.torch_engine.training_pass import TrainingPass
 from schemas.base_model_info import BaseModelInfo
@@ -57,28 +58,31 @@ def assemble(
     cpu = run.device.type == "cpu"
     exact = batch_invariant and cpu and weights_dtype(model) == torch.float32
     router.row_unit = router.least_rows = 1
-    if run.packs and exact:  # in bfloat16 no filling would keep bits, and blocks are slower
-        _align(run, model, whole)
+    if run.packs and batch_invariant and cpu:
+        _align(run, model, exact, whole)
     if run.packs:
         right, same = judge(run, _probe(model), info.vocab_size)
         run.packs = right and (same or not exact)
         if right and not run.packs:
             _log.warning("packed passes change low bits here; batch_invariant lets one sequence at a time through")
+    if not exact:  # what is judged above has to be free of rounding; after that blocks would only be slower
+        router.row_block, router.row_unit, router.least_rows = None, 1, 1
+        run.filling = Filling()
     meter.take()
     return Assembly(router, head, run, replace(info, packed=run.packs, batch_invariant=exact))
 
 
-def _align(run: TrainingPass, model: Any, whole: Callable[[Tensor], Tensor]) -> None:
+def _align(run: TrainingPass, model: Any, exact: bool, whole: Callable[[Tensor], Tensor]) -> None:
     """Fill packs up, and choose blocks of rows, so that kernels treat every row alike."""
     linears = [m for m in model.modules() if isinstance(m, LoraLinear) and m is not run.head.linear]
     distinct = {tuple(linear.weight.shape): linear.weight for linear in linears}
     head = whole(model.get_output_embeddings().weight)
     arrange_rows(run.router, [whole(weight) for weight in distinct.values()], head)
     filling = filling_for(model, run.router.row_unit)
-    if not filling.suits():
+    if exact and not filling.suits():
         run.packs = False  # one sequence at a time trains; samples use fewer threads (`sampling_pass.py`)
         return
-    run.filling = filling
+    run.filling = filling if filling.suits() else Filling()
 
 
 def _probe(model: nn.Module) -> AdapterWeights:

@@ -19,6 +19,7 @@ from engines.lora import AdapterWeights, LoraLinear, Pairs, Router, views
 from engines.losses import cross_entropy
 from engines.torch_engine.operations import DatumLoss
 from engines.torch_engine.packing import Filling
+from engines.torch_engine.precision import weights_dtype
 from engines.torch_engine.training_pass import PassItem, TrainingPass
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ _RANKS = (1, 2, 8, 32)
 """Of adapters that are tried out."""
 _LENGTHS = (21, 13)
 _CLOSE = 1e-3
+"""How far packed passes may be from plain ones, of the greatest number; what leaks from one sequence into another is of
+the order of 1."""
+_CLOSE_BFLOAT16 = 0.1
+"""Rounding in 30 layers was seen to make 0.05 of a gradient."""
 
 
 def arrange_rows(router: Router, weights: Sequence[Tensor], head: Tensor) -> None:
@@ -116,6 +121,7 @@ def judge(run: TrainingPass, weights: AdapterWeights, vocab_size: int) -> tuple[
 
     `weights` should be an adapter on everything, with a B that is not zero.
     """
+    bound = _CLOSE_BFLOAT16 if weights_dtype(run.model) == torch.bfloat16 else _CLOSE
     generator = np.random.default_rng(0)
     datums = [generator.integers(0, vocab_size, length + 1) for length in _LENGTHS]
     together = _compute(run, weights, datums)
@@ -129,7 +135,9 @@ def judge(run: TrainingPass, weights: AdapterWeights, vocab_size: int) -> tuple[
         torch.equal(a, b) for one, other in zip(together, alone, strict=True) for a, b in zip(one, other, strict=True)
     )
     right = all(
-        _close(a, b) for one, other in zip(together, native, strict=True) for a, b in zip(one, other, strict=True)
+        _close(a, b, bound)
+        for one, other in zip(together, native, strict=True)
+        for a, b in zip(one, other, strict=True)
     )
     if not right:
         _log.warning(
@@ -157,5 +165,5 @@ def _loss(targets: Tensor) -> DatumLoss:
     return DatumLoss(cross_entropy, {"target_tokens": targets}, {}, elementwise=True)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= _CLOSE * other.abs().max().clamp(min=1e-6))
+def _close(one: Tensor, other: Tensor, bound: float) -> bool:
+    return bool((one - other).abs().max() <= bound * other.abs().max().clamp(min=1e-6))
