@@ -74,9 +74,9 @@ class Router:
     """Which adapter rules which rows. Shared by all wrapped linears of one model; used by one thread at a time.
 
     `row_block`: products run over blocks of this many rows (None: over all rows at once), for machines whose product of
-    one row depends on how many others there are. `row_unit`: passes have multiples of it,
-    whose rows then have the bits that they have among many others (1: off). `least_rows`: adapters' products of
-    fewer rows are filled up to a multiple of it too, those of rank 1 whatever their rows.
+    one row depends on how many others there are. `row_unit`: passes have multiples of it, whose rows then have the
+    bits that they have among many others (1: off). `least_rows`: adapters' products of fewer rows are filled up to a
+    multiple of it too, those of rank 1 whatever their rows.
     """
 
     segments: Segments | None = None

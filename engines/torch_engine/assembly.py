@@ -79,10 +79,10 @@ def _align(run: TrainingPass, model: Any, exact: bool, whole: Callable[[Tensor],
     head = whole(model.get_output_embeddings().weight)
     arrange_rows(run.router, [whole(weight) for weight in distinct.values()], head)
     filling = filling_for(model, run.router.row_unit)
-    if exact and not filling.suits():
+    if filling.suits():
+        run.filling = filling
+    elif exact:
         run.packs = False  # one sequence at a time trains; samples use fewer threads (`sampling_pass.py`)
-        return
-    run.filling = filling if filling.suits() else Filling()
 
 
 def _probe(model: nn.Module) -> AdapterWeights:
