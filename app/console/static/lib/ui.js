@@ -1,16 +1,17 @@
 // What every page is made of. Text goes into the page as text nodes only: Preact makes them, nothing here parses markup.
 import { h, render, Fragment } from "../vendor/preact.js";
-import { useState, useEffect, useRef, useErrorBoundary } from "../vendor/preact-hooks.js";
+import { useState, useEffect, useLayoutEffect, useRef, useErrorBoundary } from "../vendor/preact-hooks.js";
 import htm from "../vendor/htm.js";
 import { age, time } from "./format.js";
 
 export const html = htm.bind(h);
 export { render, Fragment };
-export { useState, useEffect, useRef, useErrorBoundary };
+export { useState, useEffect, useLayoutEffect, useRef, useErrorBoundary };
 
 export function Page({ title, about, actions, children }) {
   const heading = useRef(null);
-  useEffect(() => {
+  // Before the page is seen: later, on a slow machine, it would take the focus from somebody who has moved on already.
+  useLayoutEffect(() => {
     document.title = `${title} · Tinsmith`;
     heading.current?.focus({ preventScroll: true });
     window.scrollTo(0, 0);

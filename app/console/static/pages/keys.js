@@ -1,5 +1,5 @@
 // The project's keys: making one and replacing one (the new one is shown once), and revoking one.
-import { Badge, Confirm, Copy, Problem, Table, Time, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { Badge, Confirm, Copy, Problem, Table, Time, html, useLayoutEffect, useRef, useState } from "../lib/ui.js";
 import { del, post } from "../lib/api.js";
 
 const DAY = 86_400;
@@ -15,7 +15,7 @@ const isOwn = (one, me) => Number.parseInt(one.key_id.slice(0, 13), 16) === me.k
 
 function Made({ made, close }) {
   const place = useRef(null);
-  useEffect(() => place.current.focus(), [made]);
+  useLayoutEffect(() => place.current.focus(), [made]);
   return html`<div class="problem note" role="status" tabindex="-1" ref=${place}><p><strong>The key ${made.info.name}, shown this once:</strong></p>
     <p><code>${made.key}</code> <${Copy} text=${made.key} label="Copy the new key" /></p>
     <button type="button" class="small" onClick=${close}>I have kept it</button></div>`;

@@ -1,12 +1,12 @@
 // Typing the key, once per tab.
-import { Problem, html, useEffect, useRef, useState } from "../lib/ui.js";
+import { Problem, html, useLayoutEffect, useRef, useState } from "../lib/ui.js";
 import { get, key } from "../lib/api.js";
 
 export function SignIn({ enter, reason }) {
   const input = useRef(null);
   const [error, setError] = useState(reason);
   const [busy, setBusy] = useState(false);
-  useEffect(() => {
+  useLayoutEffect(() => {
     document.title = "Sign in · Tinsmith";
     input.current?.focus();
   }, []);
