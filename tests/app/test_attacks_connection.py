@@ -137,7 +137,7 @@ async def test_a_head_that_does_not_come_ends_the_connection(port: int, monkeypa
     await busy.send(b"POST / HTTP/1.1\r\nContent-Length: 3\r\n\r\na")
     await later.send(b"GET / HTTP/1.1\r\n\r\n")
     assert await later.answer() == (200, b"0")
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 1.5)
     silent, slow = [await Caller.dial(port) for _ in range(2)]
     await later.send(b"GET / HT")
     for letter in (b"G", b"E", b"T"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from app.settings import Settings
+from engines.sampling.base import SampleStep
 from store.slots import slot_checkpoint
 from tests.support.api import DATA, Api, serving
 
@@ -75,7 +78,15 @@ async def test_models_have_slots_of_their_own(api: Api) -> None:
     assert _near(await _scores(api, second), (await api.scores(other))[0])
 
 
-async def test_a_request_keeps_the_weights_that_it_began_with(api: Api) -> None:
+def _pause(sampler: Any, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, nothing is drawn after three more steps; everything else goes on."""
+    goes_on, step, steps = threading.Event(), sampler.step, itertools.count()
+    monkeypatch.setattr(sampler, "step", lambda: step() if next(steps) < 3 or goes_on.wait(0.005) else SampleStep())
+    return goes_on
+
+
+async def test_a_request_keeps_the_weights_that_it_began_with(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    object.__setattr__(api.edge.settings, "poll_hold", 0.1)
     model = await api.model()
     sampler = await _save(api, model, 0)
     body = {
@@ -84,19 +95,20 @@ async def test_a_request_keeps_the_weights_that_it_began_with(api: Api) -> None:
         "sampling_params": {"max_tokens": 200, "seed": 4, "stop": []},
     }
     expected = (await api.do("asample", **body))["sequences"]
-    group = api.groups.made[0]
-    group.calls.clear()
+    sampler_engine = api.groups.made[0].worker.rollout
+    goes_on = _pause(sampler_engine, monkeypatch)
     running = await api.submit("asample", **body)
     async with asyncio.timeout(20):
-        while "sample_turn" not in group.calls:  # noqa: ASYNC110 (the worker is asked later)
+        while not sampler_engine.load.rows:  # noqa: ASYNC110 (the worker is asked later)
             await asyncio.sleep(0.001)
     assert len(_folders(api)) == 1
     for _ in range(2):
         await api.submit("forward_backward", model_id=model, data=DATA, loss_fn="cross_entropy")
         await api.submit("optim_step", model_id=model, adam_params={"learning_rate": 0.1})
     await _save(api, model, 1)
-    assert (await api.post("retrieve_future", request_id=running)).status_code in (200, 408)
+    assert (await api.post("retrieve_future", request_id=running)).status_code == 408
     await api.edge.app.state.services.housekeeping.sweep()
+    goes_on.set()
     assert (await api.result(running))["sequences"] == expected
     assert (await api.do("asample", **body))["sequences"] != expected
     await api.edge.app.state.services.housekeeping.sweep()

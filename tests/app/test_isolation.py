@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi.routing import APIRoute, iter_route_contexts
@@ -15,9 +15,10 @@ from starlette.routing import compile_path
 
 from app.openapi import RAW_BODIES
 from app.permissions import PUBLIC, ROUTES
+from app.settings import Settings
 from tests.app.conftest import MODEL
 from tests.app.test_custom_losses import loss
-from tests.support.api import DATA, Api
+from tests.support.api import DATA, Api, serving
 
 Case = tuple[str, str, dict[str, Any] | None]
 OAI, ANTHROPIC = "http://localhost/oai/api/v1", "http://localhost/anthropic/api/v1"
@@ -213,17 +214,18 @@ async def test_nothing_that_another_project_tries_changes_anything(api: Api) -> 
     assert info["lora_rank"] == 4
 
 
-async def test_a_denied_poll_of_a_pending_future_has_no_side_effect(api: Api) -> None:
-    other = await api.other()
-    model = await api.model()
-    step = await api.submit("optim_step", model_id=model, seq_id=2, adam_params={})
-    polls = [asyncio.create_task(api.post("retrieve_future", request_id=step))]
-    await asyncio.sleep(0.1)
-    assert (await other.post("retrieve_future", request_id=step)).status_code == 404
-    await api.submit("forward_backward", model_id=model, seq_id=1, data=DATA, loss_fn="cross_entropy")
-    answer = await polls[0]
-    assert answer.status_code == 200
-    assert answer.json()["metrics"]["grad_norm"] > 0
+async def test_a_denied_poll_of_a_pending_future_has_no_side_effect(tiny_settings: Callable[..., Settings]) -> None:
+    async with serving(tiny_settings(poll_hold=40.0)) as api:
+        other = await api.other()
+        model = await api.model()
+        step = await api.submit("optim_step", model_id=model, seq_id=2, adam_params={})
+        poll = asyncio.create_task(api.post("retrieve_future", request_id=step))
+        await asyncio.sleep(0.1)
+        assert (await other.post("retrieve_future", request_id=step)).status_code == 404
+        await api.submit("forward_backward", model_id=model, seq_id=1, data=DATA, loss_fn="cross_entropy")
+        answer = await poll
+        assert answer.status_code == 200
+        assert answer.json()["metrics"]["grad_norm"] > 0
 
 
 async def test_noisy_neighbours_change_no_bit(api: Api) -> None:

@@ -11,7 +11,7 @@ import pytest
 from app import memory
 
 PROGRAM = """
-import sys, threading
+import os, sys, threading
 from app import memory
 if sys.argv[1] == "bound":
     assert memory.bound({})
@@ -28,7 +28,7 @@ def use():
 
 def resident():
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 >> 20
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 
 before = resident()
 threads = [threading.Thread(target=use) for _ in range(8)]

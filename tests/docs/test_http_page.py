@@ -17,7 +17,8 @@ def test_every_block_of_the_page_runs(real_server: RunningServer) -> None:
     assert len(blocks) >= 8
     # After each block a marker, so that a failure tells which block it was.
     script = "set -euo pipefail\n" + "".join(f"{block}\necho '--- block {i} done'\n" for i, block in enumerate(blocks))
-    environment = {**os.environ, "TINSMITH_URL": real_server.url, "TINSMITH_KEY": real_server.key}
+    locale = {"LC_ALL": "C.UTF-8"}  # of one that is not installed, some programs complain
+    environment = {**os.environ, **locale, "TINSMITH_URL": real_server.url, "TINSMITH_KEY": real_server.key}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"--- block {len(blocks) - 1} done" in done.stdout

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,18 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
 
+def outside_of_make(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without what `make test ARGS=...` hands down: another make would take it for its own."""
+    handed_down = {"ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS"}
+    return {name: text for name, text in variables.items() if name not in handed_down}
+
+
 def test_the_readme_has_two_commands_to_run_and_one_to_test() -> None:
     assert COMMANDS == ["make serve", "make demo", "make test"]
 
 
 def test_make_help_lists_what_can_be_made() -> None:
-    told = subprocess.check_output(["make", "--no-print-directory", "help"], cwd=ROOT, text=True)
+    told = subprocess.check_output(["make", "--no-print-directory", "help"], cwd=ROOT, env=outside_of_make(), text=True)
     listed = {line.split()[0]: line.split(maxsplit=1)[1] for line in told.splitlines()}
     assert listed["serve"] == "start the server on 127.0.0.1 with the default model"
     assert {"setup", "demo", "test", "site", "docs"} <= listed.keys()
@@ -39,9 +46,10 @@ def test_make_serve_says_where_the_server_is(real_server: RunningServer) -> None
 def test_make_serve_needs_no_argument(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "tiny")
     settings = {"DATA_DIR": str(tmp_path / "data"), "BASE_MODEL": json.dumps([f"acme/tiny={model}"]), "PORT": "0"}
-    variables = {**os.environ, **{f"TINSMITH_{name}": value for name, value in settings.items()}}
+    variables = {**outside_of_make(), **{f"TINSMITH_{name}": value for name, value in settings.items()}}
     asked = ["make", "-n", "--no-print-directory", "-o", ".venv/.ready", "serve"]
-    command = shlex.split(subprocess.check_output(asked, cwd=ROOT, text=True).removeprefix("exec"))
+    line = subprocess.check_output(asked, cwd=ROOT, env=variables, text=True)
+    command = shlex.split(line.removeprefix("exec"))
     process = subprocess.Popen(
         command, cwd=ROOT, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -63,7 +71,7 @@ def test_make_demo_trains_and_exports(tmp_path: Path, real_server: RunningServer
     demo = subprocess.run(
         ["make", "--no-print-directory", "-o", ".venv/.ready", "demo", f"ARGS={arguments}"],
         cwd=ROOT,
-        env=environment(),
+        env=outside_of_make(environment()),
         capture_output=True,
         text=True,
         timeout=240,
@@ -103,7 +111,7 @@ def test_make_test_runs_the_suite() -> None:
     listed = subprocess.run(
         ["make", "--no-print-directory", "-o", ".venv/.ready", "test", "ARGS=--collect-only -q tests/schemas"],
         cwd=ROOT,
-        env={**os.environ},
+        env=outside_of_make(),
         capture_output=True,
         text=True,
         timeout=120,

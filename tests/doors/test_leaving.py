@@ -38,8 +38,8 @@ def _wait_for_end(doors: Doors, seconds: float = 60) -> dict[str, Any] | None:
 
 def _counted(doors: Doors) -> dict[str, int]:
     """Tokens of samples that belong to no session, by kind."""
-    now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-    window = {"starting_on": now.isoformat(), "ending_before": (now + timedelta(hours=1)).isoformat()}
+    end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(hours=1)
+    window = {"starting_on": (end - timedelta(hours=3)).isoformat(), "ending_before": end.isoformat()}
     with doors.server.client() as client:
         answer = client.get("billing/usage/events", params=window)
     assert answer.status_code == 200, answer.text

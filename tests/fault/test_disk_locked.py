@@ -32,6 +32,7 @@ async def test_requests_wait_for_the_lock_and_reads_do_not(tmp_path: Path) -> No
         await api.do("forward_backward", model_id=model, seq_id=1, data=DATA, loss_fn="cross_entropy")
         expected = await api.scores(model)
         database = str(settings.data_dir / "tinsmith.db")
+        began = time.monotonic()
         command = (sys.executable, "-c", HOLD, database, str(SECONDS))
         holder = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -39,7 +40,6 @@ async def test_requests_wait_for_the_lock_and_reads_do_not(tmp_path: Path) -> No
         assert holder.stdin is not None
         assert holder.stdout is not None
         assert await holder.stdout.readline() == b"held\n"
-        began = time.monotonic()
         body = {"model_id": model, "seq_id": 3, "adam_params": {"learning_rate": 0.0}}
         twice = [asyncio.create_task(api.post("optim_step", **body)) for _ in range(2)]
         await asyncio.sleep(0.5)
@@ -49,7 +49,7 @@ async def test_requests_wait_for_the_lock_and_reads_do_not(tmp_path: Path) -> No
         assert not any(task.done() for task in twice)
         holder.stdin.write(b"\n")
         answers = [await task for task in twice]
-        assert time.monotonic() - began > SECONDS - 0.5
+        assert time.monotonic() - began > SECONDS
         assert await holder.wait() == 0
         assert [answer.status_code for answer in answers] == [200, 200]
         [request_id] = {answer.json()["request_id"] for answer in answers}

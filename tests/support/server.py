@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -29,7 +30,8 @@ class RunningServer:
 
     def client(self, **options: object) -> httpx.Client:
         """An HTTP client with the key, rooted at the API."""
-        return httpx.Client(base_url=f"{self.url}/api/v1", headers={"X-API-Key": self.key}, timeout=60, **options)  # type: ignore[arg-type]
+        fixed: dict[str, Any] = {"headers": {"X-API-Key": self.key}, "timeout": 60, "trust_env": False}
+        return httpx.Client(base_url=f"{self.url}/api/v1", **fixed, **options)  # type: ignore[arg-type]
 
     def worker(self) -> int:
         """The process id of the one child that computes: the child with the most memory."""
@@ -67,18 +69,31 @@ def serve(
     ready_within: float = 240,
     extra_environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
-    """Start a server, wait until `readyz` answers 200, and stop it (SIGTERM, which drains) at the end."""
-    port = port or free_port()
+    """Start a server, wait until `readyz` answers 200, and stop it (SIGTERM, which drains) at the end.
+
+    If somebody else takes the port that was free before the server does, it is started once more, on another.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
-    log = data_dir.parent / f"{data_dir.name}.{port}.log"
-    line = [*map(str, command), "--port", str(port), "--data-dir", str(data_dir), *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            line, stdout=output, stderr=subprocess.STDOUT, env=environment(extra_environment), start_new_session=True
-        )
+
+    def start(port: int) -> tuple[str, subprocess.Popen[bytes], Path]:
+        log = data_dir.parent / f"{data_dir.name}.{port}.log"
+        line = [*map(str, command), "--port", str(port), "--data-dir", str(data_dir), *arguments]
+        variables = environment(extra_environment)
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                line, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
+            )
+        return f"http://127.0.0.1:{port}", process, log
+
+    url, process, log = start(port or free_port())
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url, process, log, ready_within)
+        try:
+            wait_until_ready(url, process, log, ready_within)
+        except PortTaken:
+            if port:
+                raise
+            url, process, log = start(free_port())
+            wait_until_ready(url, process, log, ready_within)
         key_file = data_dir / "dev_key"
         if not key_file.exists():  # the data folder is a disk that only the server sees
             key_file = Path(f"/proc/{process.pid}/root{key_file}")
@@ -94,14 +109,20 @@ def serve(
             process.wait()
 
 
+class PortTaken(AssertionError):
+    """The server ended because somebody else listens on its port."""
+
+
 def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float) -> None:
     """Poll `readyz`; fail with the end of the server's log if the process ends or the time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise AssertionError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+            told = log.read_text()[-4000:]
+            failure = PortTaken if "the port is in use" in told else AssertionError
+            raise failure(f"the server ended with {process.returncode}:\n{told}")
         try:
-            if httpx.get(f"{url}/api/v1/readyz", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/api/v1/readyz", timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.1)

@@ -92,11 +92,11 @@ class RuntimeContract:
     async def test_samples_in_flight_survive_a_kill(self, group: ProcessGroup) -> None:
         async with running(group, decode_slice=1) as (runtime, client, _):
             before = await value(client.submit(sample(3, tokens=4, rows=2)), 10 * self.slack)
-            outcomes = [client.submit(sample(3, tokens=400, rows=2), request_id=f"s{i}") for i in range(3)]
+            outcomes = [client.submit(sample(3, tokens=20_000, rows=2), request_id=f"s{i}") for i in range(3)]
             await until(lambda: runtime.waiting("s0").reason == "running")
             os.kill(group.pids[0], signal.SIGKILL)
             for outcome in outcomes:
-                result = await value(outcome, 10 * self.slack)
+                result = await value(outcome, 30 * self.slack)
                 assert list(result.sequences[1].tokens[:4]) == list(before.sequences[1].tokens)
 
     async def test_a_deadly_sample_fails_after_two_reruns_and_the_others_get_their_tokens(
@@ -196,7 +196,7 @@ class RuntimeContract:
 
     async def test_a_process_that_hangs_in_a_turn_is_replaced(self, group: ProcessGroup) -> None:
         """What was in the turn is answered as after a death; samples and new models go on with the next process."""
-        async with running(group, turn_timeout=1.0 * self.slack) as (runtime, client, lost):
+        async with running(group, turn_timeout=max(2.0, self.slack)) as (runtime, client, lost):
             for model_id in ("a", "b", "new"):
                 runtime.open_model(model_id)
             for model_id in ("a", "b"):

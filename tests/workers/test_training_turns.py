@@ -211,7 +211,7 @@ async def test_a_death_in_the_middle_of_a_batch_loses_its_model_and_the_slot_is_
 
 async def test_a_turn_that_hangs_ends_the_worker() -> None:
     group = toy_group()
-    async with running(group, turn_timeout=0.5) as (runtime, client, lost):
+    async with running(group, turn_timeout=2.0) as (runtime, client, lost):
         await created(runtime, client, "P.m", "P.idle")
         gate = gate_of(group)
         with pytest.raises(ModelLost):
@@ -309,7 +309,7 @@ async def test_other_operations_are_calls_between_the_turns_of_their_model(tmp_p
 async def test_clients_learn_how_far_a_batch_has_come() -> None:
     async with running(toy_group(), micro_batch_tokens=24) as (runtime, client, _):
         await created(runtime, client, "P.m")
-        outcome = submit(client, "P.m", 1, batch("P.m", datums=16, sleep=0.2))
+        outcome = submit(client, "P.m", 1, batch("P.m", datums=16, sleep=0.5))
         await until(lambda: runtime.waiting("P.m/1").reason == "running: 12 of 16 datums")
         behind = submit(client, "P.m", 2, batch("P.m"))
         assert runtime.waiting("P.m/2").reason == "waiting for its turn: next"
