@@ -91,11 +91,15 @@ async def checkpoint_archive(
     principal: PrincipalDep,
     services: ServicesDep,
     settings: SettingsDep,
+    relative: Annotated[
+        bool, Query(description="`Location` relative to the address that was asked, instead of below `public_url`.")
+    ] = False,
 ) -> Response:
     """The address of a tar of the adapter (PEFT files), which works without a key. What clients before 0.26 ask for."""
     path = parse_checkpoint_id(training_run_id, checkpoint_id)
     address, expires = await services.exports.archive_address(principal.project_id, path)
-    headers = {"Location": _absolute(request, settings, address), "Expires": format_datetime(expires, usegmt=True)}
+    location = _relative(request, address) if relative else _absolute(request, settings, address)
+    headers = {"Location": location, "Expires": format_datetime(expires, usegmt=True)}
     return Response(status_code=302, headers=headers)
 
 
@@ -173,3 +177,14 @@ def _range_refusal(head: Message, scope: Scope) -> Response:
 def _absolute(request: Request, settings: Settings, address: str) -> str:
     root = (settings.public_url or str(request.base_url)).rstrip("/")
     return f"{root}/api/v1{address}"
+
+
+def _relative(request: Request, address: str) -> str:
+    """An address below the root of the API, as seen from the one that is asked.
+
+    It leads back to this server by the name, port and prefix by which the client reached it, whatever they are: a page
+    in a browser may not leave them.
+    """
+    asked: bytes = request.scope.get("raw_path") or request.scope["path"].encode()  # as sent: a quoted slash is none
+    below = asked.partition(b"/api/v1/")[2].count(b"/")
+    return f"{'../' * below}{address.removeprefix('/')}"

@@ -8,7 +8,7 @@ import tarfile
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, urljoin, urlsplit
 
 import httpx
 import pytest
@@ -20,8 +20,9 @@ from tests.support.api import Api
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"]
 
 
-async def address(api: Api, run: str, checkpoint: str) -> httpx.Response:
-    return await api.client.get(f"training_runs/{run}/checkpoints/{checkpoint}/archive", follow_redirects=False)
+async def address(api: Api, run: str, checkpoint: str, **query: str) -> httpx.Response:
+    route = f"training_runs/{run}/checkpoints/{checkpoint}/archive"
+    return await api.client.get(route, params=query, follow_redirects=False)
 
 
 async def test_the_archive_of_each_kind_holds_the_adapter_and_nothing_of_the_servers_own(api: Api) -> None:
@@ -47,6 +48,18 @@ async def test_the_archive_of_each_kind_holds_the_adapter_and_nothing_of_the_ser
                 config = tar.extractfile("adapter_config.json")
                 assert config is not None
                 assert json.load(config)["r"] == 4
+
+
+@pytest.mark.parametrize("name", ["weights/x", "weights%2Fx"])
+async def test_a_relative_address_leads_back_by_the_way_that_was_taken(api: Api, name: str) -> None:
+    model = await api.model()
+    await api.do("save_weights", model_id=model, path="x")
+    answer = await address(api, model, name, relative="true")
+    asked, location = str(answer.request.url), answer.headers["location"]
+    behind = asked.replace("/api/v1/", "/prefix/api/v1/")
+    assert urljoin(behind, location).startswith(f"{behind.partition('training_runs')[0]}files/")
+    async with api.edge.without_key() as client:
+        assert (await client.get(urljoin(asked, location))).headers["content-type"] == "application/x-tar"
 
 
 async def test_an_archive_ends_with_its_checkpoint_and_belongs_to_its_project(api: Api) -> None:

@@ -25,12 +25,13 @@ def chromium() -> str | None:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of a tiny model."""
+    """A server of a tiny model, which the browser reaches by another address than its public one: a forwarded port."""
     from tests.support.tiny_model import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("base") / "tiny", context_length=512)
     data_dir = tmp_path_factory.mktemp("console") / "data"
-    with serve(data_dir, ["--base-model", f"acme/tiny={folder}", "--log-level", "warning"]) as running:
+    options = ["--base-model", f"acme/tiny={folder}", "--log-level", "warning"]
+    with serve(data_dir, [*options, "--public-url", "https://tinsmith.example/behind"]) as running:
         yield running
 
 

@@ -1,5 +1,5 @@
 // The console's frame: who is signed in, which page is shown, the way to the others.
-import { Fragment, Problem, html, render, useEffect, useErrorBoundary, useState } from "./lib/ui.js";
+import { Fragment, Problem, html, render, useEffect, useErrorBoundary, useLayoutEffect, useState } from "./lib/ui.js";
 import { get, key, onRefused } from "./lib/api.js";
 import { Account } from "./pages/account.js";
 import { Audit } from "./pages/audit.js";
@@ -100,7 +100,7 @@ function Menu({ page, open, close }) {
 function Frame({ leave, project }) {
   const [shown, setShown] = useState(route());
   const [open, setOpen] = useState(false);
-  useEffect(() => {
+  useLayoutEffect(() => {  // before the page is seen: an address that is chosen at once must not be missed
     const changed = () => setShown(route());
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);

@@ -69,10 +69,11 @@ export async function post(path, body, signal) {
 }
 
 // Where a checkpoint's archive can be fetched without a key. The answer redirects to a signed address; its body is not
-// read here, so that the browser itself downloads it, to disk.
+// read here, so that the browser itself downloads it, to disk. The address is asked for relative to this one: an absolute
+// one begins with the server's `public_url`, and another origin than this page's the browser does not let us ask.
 export async function archive(path) {
   const cancel = new AbortController();
-  const answer = await send("GET", path, { accept: "*/*", signal: cancel.signal });
+  const answer = await send("GET", path, { params: { relative: true }, accept: "*/*", signal: cancel.signal });
   cancel.abort();
   return answer.url;
 }
@@ -100,7 +101,9 @@ export async function* events(method, path, options) {
   }
 }
 
-// What `load` gives, again every `every` milliseconds while the page is looked at. Old data stays when a try fails.
+// What `load` gives, at once and when `reload` is called, whether the page is looked at or not; and again every `every`
+// milliseconds while it is looked at: what becomes due in a hidden tab is loaded when the tab is seen again. Old data
+// stays when a try fails.
 export function useData(load, parts, every = 0) {
   const [state, setState] = useState({ data: null, error: null, loading: true });
   const [tick, setTick] = useState(0);
@@ -110,23 +113,32 @@ export function useData(load, parts, every = 0) {
   useEffect(() => {
     const cancel = new AbortController();
     let timer = 0;
+    let overdue = false;
     if (last.current !== name) setState({ data: null, error: null, loading: true });
     last.current = name;
     const run = async () => {
+      overdue = false;
       try {
-        if (!document.hidden) {
-          const data = await load(cancel.signal);
-          if (!cancel.signal.aborted) setState({ data, error: null, loading: false });
-        }
+        const data = await load(cancel.signal);
+        if (!cancel.signal.aborted) setState({ data, error: null, loading: false });
       } catch (error) {
         if (!cancel.signal.aborted) setState((before) => ({ data: before.data, error, loading: false }));
       }
-      if (every && !cancel.signal.aborted) timer = setTimeout(run, every);
+      if (every && !cancel.signal.aborted) timer = setTimeout(due, every);
     };
+    const due = () => {
+      overdue = document.hidden;
+      if (!overdue) run();
+    };
+    const seen = () => {
+      if (overdue && !document.hidden) run();
+    };
+    document.addEventListener("visibilitychange", seen);
     run();
     return () => {
       cancel.abort();
       clearTimeout(timer);
+      document.removeEventListener("visibilitychange", seen);
     };
   }, [name, tick, every]);
   return { ...state, reload };

@@ -21,18 +21,31 @@ function overlay(runs, measure, calm) {
   return { steps, lines };
 }
 
+// `all` is null until the server has told which runs there are; those that are chosen can be taken out before that, too.
 function Chooser({ chosen, all }) {
-  const rest = all.filter((run) => !chosen.includes(run.training_run_id));
+  const rest = (all ?? []).filter((run) => !chosen.includes(run.training_run_id));
   const go = (ids) => { location.hash = `#/compare?runs=${ids.map(encodeURIComponent).join(",")}`; };
   return html`<div class="row">
     <label for="add">Add a run</label>
     <select id="add" disabled=${chosen.length >= MOST || !rest.length} onChange=${(event) => event.target.value && go([...chosen, event.target.value])}>
-      <option value="">${rest.length ? "Choose …" : "There are no others"}</option>
+      <option value="">${rest.length || !all ? "Choose …" : "There are no others"}</option>
       ${rest.map((run) => html`<option value=${run.training_run_id}>${shortId(run.training_run_id)} · ${run.base_model} · ${count(run.metrics?.steps ?? 0)} steps</option>`)}
     </select>
     ${chosen.map((id) => html`<button type="button" class="small" onClick=${() => go(chosen.filter((one) => one !== id))}
       aria-label=${`Leave out ${shortId(id)}`}>${shortId(id)} ✕</button>`)}
   </div>`;
+}
+
+// A run with its steps, or with what keeps it from being shown: one that is gone must not take the others along.
+async function told(id, signal) {
+  try {
+    const route = `training_runs/${encodeURIComponent(id)}`;
+    const [run, series] = await Promise.all([get(route, {}, signal), get(`${route}/metrics`, {}, signal)]);
+    return { ...run, points: series.points, title: shortId(id) };
+  } catch (error) {
+    if (signal.aborted) throw error;
+    return { id, error };
+  }
 }
 
 export function Compare({ chosen }) {
@@ -41,13 +54,10 @@ export function Compare({ chosen }) {
   const ids = chosen.slice(0, MOST);
   const { data, error, loading, reload } = useData(async (signal) => {
     const all = (await get("training_runs", { limit: 100, include_metrics: true }, signal)).training_runs;
-    const runs = await Promise.all(ids.map(async (id) => {
-      const [run, series] = await Promise.all([get(`training_runs/${id}`, {}, signal), get(`training_runs/${id}/metrics`, {}, signal)]);
-      return { ...run, points: series.points, title: shortId(id) };
-    }));
-    return { all, runs };
+    return { all, found: await Promise.all(ids.map((id) => told(id, signal))) };
   }, [ids], EVERY);
-  const runs = data?.runs ?? [];
+  const runs = (data?.found ?? []).filter((one) => !one.error);
+  const missing = (data?.found ?? []).filter((one) => one.error);
   const best = runs.map((run) => verdict(column(run.points, "loss"))?.last ?? Infinity);
   const { steps, lines } = overlay(runs, measure, calm);
   const winner = best.indexOf(Math.min(...best));
@@ -58,8 +68,9 @@ export function Compare({ chosen }) {
   return html`<${Page} title="Compare runs" about="Up to eight runs over each other, by optimizer step.">
     <${Problem} error=${error} what="The runs cannot be compared" retry=${reload} />
     ${loading && html`<${Loading} what="the runs" />`}
-    ${data && html`<${Section}><${Chooser} chosen=${ids} all=${data.all} /><//>`}
-    ${data && !runs.length && html`<${Section}><${Empty} title="No run is chosen"><p>Add runs above, or mark them in the list of <a href="#/training_runs">runs</a>.</p><//><//>`}
+    <${Section}><${Chooser} chosen=${ids} all=${data?.all} /><//>
+    ${missing.map((one) => html`<${Problem} key=${one.id} error=${one.error} what=${`${one.id} is left out of the comparison`} />`)}
+    ${data && !ids.length && html`<${Section}><${Empty} title="No run is chosen"><p>Add runs above, or mark them in the list of <a href="#/training_runs">runs</a>.</p><//><//>`}
     ${runs.length > 0 && html`<${Section} title=${MEASURES[measure].name} about=${summary} actions=${html`
         <label><input type="checkbox" checked=${calm} onChange=${() => setCalm(!calm)} /> Smooth</label>
         <label for="measure" class="hidden">What to plot</label>

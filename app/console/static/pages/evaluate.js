@@ -52,7 +52,11 @@ export function Evaluate({ checkpoint }) {
   useEffect(() => {
     if (data) setModels([data.find((name) => !name.startsWith("tinker://")) ?? null, checkpoint ?? data.find((name) => name.startsWith("tinker://")) ?? null]);
   }, [data, checkpoint]);
-  useEffect(() => () => cancel.current?.abort(), []);
+  // The verdict is one on two models: with another one chosen it would stand under a name that it is not about.
+  useEffect(() => {
+    setResults([]);
+    return () => cancel.current?.abort();
+  }, models);
 
   const read = (text, name) => {
     setResults([]);
@@ -83,7 +87,7 @@ export function Evaluate({ checkpoint }) {
     setResults(new Array(items.length).fill(null));
     setBusy(true);
     try {
-      const told = (place, result) => setResults((before) => before.map((one, at) => (at === place ? result : one)));
+      const told = (place, result) => !mine.signal.aborted && setResults((before) => before.map((one, at) => (at === place ? result : one)));
       await evaluate({ items, models, matches, signal: mine.signal, told });
     } catch (wrong) {
       if (wrong.name !== "AbortError") setProblem(wrong);

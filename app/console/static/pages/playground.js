@@ -93,8 +93,11 @@ export function Playground({ checkpoint }) {
     cancel.current = mine;
     await Promise.all(sides.map(async (model, side) => {
       const show = (more) => !mine.signal.aborted && setAnswers((before) => before.map((one, place) => (place === side ? { ...one, ...more } : one)));
-      if (!model) return;
-      const said = { text: "", tokens: [], busy: true, ended: null, error: null };
+      if (!model) {
+        setAnswers((before) => before.map((one, place) => (place === side ? null : one)));
+        return;
+      }
+      const said = { model, text: "", tokens: [], busy: true, ended: null, error: null };
       show(said);
       try {
         for await (const part of answerOf(model, form, mine.signal)) {
@@ -113,6 +116,8 @@ export function Playground({ checkpoint }) {
     cancel.current?.abort();
     setAnswers(answers.map((answer) => answer && { ...answer, busy: false, ended: answer.ended ?? null }));
   };
+  // Whose answer stands there: the model that was asked, whatever is chosen for the next time.
+  const shown = answers.map((answer, side) => modelName(answer?.model ?? sides[side]));
   const names = data ? [...new Set([...data.models, ...(checkpoint ? [checkpoint] : [])])] : [];
   const choose = (side, label) => html`<div class="field"><label for=${`model-${side}`}>${label}</label>
     <select id=${`model-${side}`} value=${sides[side] ?? ""} onChange=${(event) => setSides(sides.map((one, place) => (place === side ? event.target.value || null : one)))}>
@@ -140,7 +145,7 @@ export function Playground({ checkpoint }) {
       </div>
     </form>
     ${!sides[1] && html`<p class="quiet">There is no checkpoint for sampling yet. Save one with <code>save_weights_for_sampler</code> to see what training changed.</p>`}
-    <div class="sides"><${Side} title=${modelName(sides[0]) ?? "No model on the left"} answer=${answers[0]} numbers=${numbers} />
-      <${Side} title=${modelName(sides[1]) ?? "No model on the right"} answer=${answers[1]} numbers=${numbers} /></div>`}
+    <div class="sides"><${Side} title=${shown[0] ?? "No model on the left"} answer=${answers[0]} numbers=${numbers} />
+      <${Side} title=${shown[1] ?? "No model on the right"} answer=${answers[1]} numbers=${numbers} /></div>`}
   <//>`;
 }
