@@ -69,6 +69,9 @@ With `--json` a command writes one document, `{{"kind": KIND, "data": DATA}}`:
 |---|---|
 {codes}
 
+A server that went away before it answered may have carried the request out: look with `tinsmith status` and the lists
+before you do again what should not happen twice.
+
 ## How fast it is
 
 Commands are imported when they are called, so that help answers at once. Best of {runs} new processes
@@ -91,6 +94,8 @@ itself takes {python} ms of each:
   of the command.
 * `checkpoints export --format gguf` is the same in float16 with the tokenizer beside it, for llama.cpp's
   `convert_hf_to_gguf.py`. What transformers, PEFT and llama.cpp make of each: [exports](exports.md).
+* `checkpoints export` writes its folder whole or not at all: what had arrived of a transfer that broke is not kept, as
+  `checkpoints download` keeps it.
 * `checkpoints import` brings an adapter in; what is accepted: [http.md](http.md#fetch-an-adapter-and-bring-one-in).
 
 ## Commands

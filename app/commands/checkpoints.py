@@ -23,6 +23,7 @@ from app.commands.output import (
     time_text,
     working,
 )
+from app.commands.values import CLIMBS, run_route
 
 app = typer.Typer(
     help="Checkpoints of your project: list, show, fetch, export, bring in, publish, delete.", no_args_is_help=True
@@ -39,7 +40,7 @@ _SEGMENTS = ("weights", "sampler_weights", "external_weights")
 def route_of(path: str) -> str:
     """The route of a checkpoint. Ends the command with a usage error for anything else."""
     parts = path.removeprefix(PREFIX).split("/")
-    if not path.startswith(PREFIX) or len(parts) != 3 or parts[1] not in _SEGMENTS or not all(parts):
+    if not path.startswith(PREFIX) or len(parts) != 3 or parts[1] not in _SEGMENTS or not set(parts).isdisjoint(CLIMBS):
         raise fail(
             f"{path!r} is not the path of a checkpoint",
             f"it is {PREFIX}RUN/{'|'.join(_SEGMENTS)}/NAME; `tinsmith checkpoints list` shows them",
@@ -80,12 +81,13 @@ def list_checkpoints(
     as_json: AsJson = False,
 ) -> None:
     """The project's checkpoints, newest first."""
+    route = None if run is None else run_route(run)
     server = connect(url, api_key, data_dir)
-    if run is None:
+    if route is None:
         answer = server.get("checkpoints", limit=limit)
         found, total = answer["checkpoints"], answer["cursor"]["total_count"]
     else:
-        every = server.get(f"training_runs/{quote(run, safe=':')}/checkpoints")["checkpoints"]
+        every = server.get(f"{route}/checkpoints")["checkpoints"]
         found, total = every[:limit], len(every)
     if as_json:
         print_json("checkpoints", {"checkpoints": found, "total": total})
@@ -142,7 +144,7 @@ def show_checkpoint(
 def about(server: Server, path: str) -> dict[str, Any]:
     """What the server says of a checkpoint of the project, its geometry included."""
     run = path.removeprefix(PREFIX).partition("/")[0]
-    every = server.get(f"training_runs/{quote(run, safe=':')}/checkpoints")["checkpoints"]
+    every = server.get(f"{run_route(run)}/checkpoints")["checkpoints"]
     found = next((each for each in every if each["tinker_path"] == path), None)
     if found is None:
         raise fail(f"there is no checkpoint {path}", "`tinsmith checkpoints list` shows those of your project")

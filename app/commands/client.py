@@ -30,6 +30,8 @@ DEFAULT_DATA_DIR = "~/.local/share/tinsmith"
 """As `app.settings` says, which takes longer to import than the rest of a command."""
 KEY_FILE = "dev_key"
 SECONDS = 60.0
+_NO_HTTP = ("illegal status line", "illegal request line")
+"""What httpx says of an answer that does not begin as HTTP does; the second if it is no text, as what TLS sends."""
 
 Url = Annotated[
     str, typer.Option(help="The running server. (variable TINSMITH_URL)", envvar="TINSMITH_URL", show_envvar=False)
@@ -81,12 +83,13 @@ class Server:
     def __init__(self, url: str, key: str) -> None:
         import httpx  # not for `--help`
 
-        self.url = url.rstrip("/").removesuffix(API)  # as people paste it
+        scheme, colon, rest = url.rstrip("/").removesuffix(API).partition(":")  # as people paste it
+        self.url = f"{scheme.lower()}{colon}{rest}"
         self.key = key
         if not key.isascii() or not key.isprintable():
             raise fail("the API key has characters that no key has", "copy it again, or give another one", NOT_ALLOWED)
         if not _is_address(self.url):
-            raise fail(f"{url!r} is not the address of a server", f"write it like {DEFAULT_URL}", UNREACHABLE)
+            raise fail(f"{url!r} is not the address of a server", f"write it like {DEFAULT_URL}", USAGE)
         self.http: httpx.Client = httpx.Client(
             base_url=f"{self.url}{API}/",
             headers={"X-API-Key": key},
@@ -250,16 +253,27 @@ class Server:
                 f"try http:{self.url.removeprefix('https:')}, or let SSL_CERT_FILE name the certificate",
                 UNREACHABLE,
             )
-        if self.url.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        if isinstance(error, httpx.RemoteProtocolError) and str(error).startswith(_NO_HTTP):
+            return fail(f"what listens at {self.url} does not speak http", f"try {self._elsewhere()}", UNREACHABLE)
+        if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError | httpx.WriteError):
             return fail(
-                f"what listens at {self.url} does not speak http",
-                f"try https:{self.url.removeprefix('http:')}, or another port",
+                f"the server at {self.url} went away before it answered: the request may have been carried out",
+                "look with `tinsmith status` how it is, then run the command again; if it always ends so, try "
+                f"{self._elsewhere()}",
                 UNREACHABLE,
             )
         return fail(
             f"no server answers at {self.url}",
             "start one with `tinsmith serve`, or say with --url where it is",
             UNREACHABLE,
+        )
+
+    def _elsewhere(self) -> str:
+        """Where the server may be if not at this address: often behind TLS, which answers plain http with nothing."""
+        return (
+            f"https:{self.url.removeprefix('http:')}, or another port"
+            if self.url.startswith("http:")
+            else "another port"
         )
 
     def refusal(self, answer: httpx.Response) -> typer.Exit:
@@ -329,10 +343,20 @@ def _command() -> str | None:
 
 
 def _is_address(url: str) -> bool:
+    """Whether requests can be sent below this address.
+
+    What follows a `?` or `#` would take up the path of every request; a name that cannot be looked up (`x..y`) is found
+    only when it is encoded, which httpx and then the socket do each in its own way.
+    """
+    import httpx
+
+    if "?" in url or "#" in url:
+        return False
     try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        parts, sent = urlsplit(url), httpx.URL(url)
+        name = sent.host and sent.raw_host.decode("ascii").encode("idna")
+        return parts.scheme in ("http", "https") and bool(name) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):  # a UnicodeError is a ValueError
         return False
 
 

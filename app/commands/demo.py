@@ -14,6 +14,7 @@ import typer
 
 from app.commands.client import DEFAULT_URL, ApiKey, DataDir, Server, Url, connect
 from app.commands.output import FAILED, NOT_ALLOWED, fail, say
+from app.commands.values import finite
 
 app = typer.Typer(add_completion=False)
 
@@ -26,7 +27,7 @@ def demo(
     data_dir: DataDir = None,
     model: Annotated[str | None, typer.Option(help="Base model; without it the first one that the server has.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 20,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Learning rate of AdamW.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option(min=0.0, callback=finite, help="Learning rate of AdamW.")] = 1e-3,
     rank: Annotated[int, typer.Option(min=1, help="LoRA rank.")] = 16,
     output: Annotated[Path, typer.Option(help="Where to put the adapter.")] = Path("quickstart-adapter"),
 ) -> None:

@@ -21,6 +21,11 @@ from app.commands.client import Server, data_folder
 from app.commands.output import fail, working
 
 MERGE_PROGRAM = "engines.merge"
+BEGINS_ANEW = (
+    "nothing of it was kept: the same command begins anew; `tinsmith checkpoints download` keeps what has arrived, and "
+    "goes on where it broke off"
+)
+"""What to do when a file did not arrive: the workplace, and what arrived in it, is gone."""
 
 
 class Format(StrEnum):
@@ -65,7 +70,9 @@ def write_export(
     source = _base_folder(about["base_model"], base, data_dir) if merges else None
     workplace = output.absolute().with_name(f".{output.absolute().name}.{secrets.token_hex(4)}.tmp")
     try:
-        files = [each["name"] for each in fetch_files(server, f"{route}/files", workplace / "adapter")]
+        files = [
+            each["name"] for each in fetch_files(server, f"{route}/files", workplace / "adapter", remedy=BEGINS_ANEW)
+        ]
         if any(name.endswith(".age") for name in files) and merges:
             raise fail("the checkpoint is encrypted", "download it, decrypt its files with `age`, and merge those")
         if source is None:

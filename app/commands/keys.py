@@ -5,14 +5,15 @@ Without --project the keys of the project of the key that asks; with it those of
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from app.commands.client import DEFAULT_URL, ApiKey, AsJson, DataDir, Server, Url, connect
 from app.commands.output import print_json, say
 from app.commands.tenants import find, project_id, seconds, show
+from app.commands.values import key_part
 
 app = typer.Typer(
     help="API keys: list, create, revoke, rotate. For owners of a project, and for operators.", no_args_is_help=True
@@ -51,7 +52,9 @@ def list_keys(
     server = connect(url, api_key, data_dir)
     keys = server.get(_address(server, project))["keys"]
     shown = [{**key, "state": _state(key)} for key in keys if every or key["active"]]
-    show("keys", shown, COLUMNS, as_json=as_json, empty="no keys yet: `tinsmith keys create NAME` makes one")
+    none = "no key lets anybody in: --all shows those that are over"
+    empty = none if keys else "no keys yet: `tinsmith keys create NAME` makes one"
+    show("keys", shown, COLUMNS, as_json=as_json, empty=empty)
 
 
 @app.command("create")
@@ -98,8 +101,8 @@ def revoke_key(
     data_dir: DataDir = None,
 ) -> None:
     """End a key, and all tokens made from it: at once, at other servers of the same database within two seconds."""
-    server = connect(url, api_key, data_dir)
-    server.delete(f"{_address(server, project)}/{quote(key_id, safe='')}", force=force or None)
+    part, server = key_part(key_id), connect(url, api_key, data_dir)
+    server.delete(f"{_address(server, project)}/{part}", force=force or None)
     say(f"{key_id}  revoked")
 
 
@@ -118,9 +121,9 @@ def rotate_key(
     data_dir: DataDir = None,
 ) -> None:
     """Make a key with the same rights and print it, alone on stdout; the old one ends after the overlap."""
-    server = connect(url, api_key, data_dir)
+    part, server = key_part(key_id), connect(url, api_key, data_dir)
     body = {"overlap": seconds(overlap), "expires_in": seconds(expires_in)}
-    made = server.post(f"{_address(server, project)}/{quote(key_id, safe='')}/rotate", body)
+    made = server.post(f"{_address(server, project)}/{part}/rotate", body)
     _tell(made, as_json=as_json)
 
 
@@ -140,8 +143,12 @@ def _state(key: dict[str, Any]) -> str:
     if key.get("revoked_at"):
         return "revoked"
     if not key["active"]:
-        return "expired"
+        return "expired" if _is_past(key.get("expires_at")) else "shut out"  # its project is archived
     return "replaced" if key.get("replaced_by") else "active"
+
+
+def _is_past(moment: str | None) -> bool:
+    return moment is not None and datetime.fromisoformat(moment) <= datetime.now(UTC)
 
 
 def _tell(made: dict[str, Any], *, as_json: bool) -> None:

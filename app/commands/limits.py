@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from app.commands.client import DEFAULT_URL, ApiKey, AsJson, DataDir, Server, Url, connect
 from app.commands.output import USAGE, fail, print_json, print_table, say
 from app.commands.tenants import project_id
+from app.commands.values import key_part
 from schemas.limits import LIMIT_NAMES, UNLIMITED
 
 app = typer.Typer(
@@ -82,11 +83,11 @@ def clear_limits(
 
 def _place(server: Server, project: str | None, key: str | None) -> str:
     """The address of one subject's limits. Ends the command unless exactly one is named."""
-    if (project is None) == (key is None):
-        raise fail("say whose limits they are", "give either --project or --key", USAGE)
-    if project is not None:
+    if key is not None and project is None:
+        return f"admin/keys/{key_part(key)}/limits"
+    if project is not None and key is None:
         return f"admin/projects/{project_id(server, project)}/limits"
-    return f"admin/keys/{quote(key or '', safe='')}/limits"
+    raise fail("say whose limits they are", "give either --project or --key", USAGE)
 
 
 def _known(name: str) -> str:
@@ -106,7 +107,8 @@ def _value(text: str) -> tuple[str, Any]:
         number = json.loads(value.replace("_", ""))
     except ValueError:
         number = None
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    infinite = isinstance(number, float) and not math.isfinite(number)  # python reads Infinity, NaN and 1e999
+    if infinite or isinstance(number, bool) or not isinstance(number, int | float):
         raise fail(f"{value!r} is not a value for {name}", f"give a number, or {UNLIMITED}", USAGE)
     return name, number
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
 from app.commands.client import DEFAULT_URL, ApiKey, AsJson, DataDir, Url, connect
 from app.commands.output import plain, print_json, print_table, working
+from app.commands.values import model_part
 
 ADD_SECONDS = 1800.0
 """Loading a base model may take long; the server itself gives up earlier."""
@@ -75,6 +75,6 @@ def remove_model(
     data_dir: DataDir = None,
 ) -> None:
     """Serve a base model no longer that was added while the server ran."""
-    server = connect(url, api_key, data_dir)
-    server.call("DELETE", f"admin/models/{quote(name)}", query={"force": force or None}, seconds=ADD_SECONDS)
+    part, server = model_part(name), connect(url, api_key, data_dir)
+    server.call("DELETE", f"admin/models/{part}", query={"force": force or None}, seconds=ADD_SECONDS)
     typer.echo(f"{name}  removed")

@@ -32,7 +32,7 @@ EXIT_CODES = {
     0: "done; for `status`: the server is ready; for `doctor`: nothing is wrong",
     FAILED: "the server refused it, or something on this machine failed",
     USAGE: "the command line or a setting cannot be used, or a question that nobody is there to answer needs `--yes`",
-    UNREACHABLE: "no server answers there, or what answers is not one",
+    UNREACHABLE: "no server answers there, it went away before it answered, or what answers is not one",
     NOT_ALLOWED: "there is no key, it is not or no longer valid, or it is not for this",
     STOPPED: "Ctrl-C",
 }

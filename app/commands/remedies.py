@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_LISTS = {
+LISTS = {
     "model_id": "`tinsmith runs list` shows the training runs of your project",
     "training_run_id": "`tinsmith runs list` shows the training runs of your project",
     "path": "`tinsmith checkpoints list` shows the checkpoints of your project",
@@ -41,8 +41,8 @@ def remedy(status: int, error: Mapping[str, Any], asked: str | None) -> str:
     if hint:
         return str(hint)
     code, field = str(error.get("code") or ""), str(error.get("field") or "")
-    if status == 404 and field in _LISTS:
-        return _LISTS[field]
+    if status == 404 and field in LISTS:
+        return LISTS[field]
     known = _CODES.get(code) or _STATUSES.get(status)
     if known is not None:
         return known

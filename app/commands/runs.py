@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from app.commands.client import DEFAULT_URL, ApiKey, AsJson, DataDir, Url, connect
 from app.commands.output import print_facts, print_json, print_table, time_text
 from app.commands.status import NO_RUNS, run_state
+from app.commands.values import run_route
 
 app = typer.Typer(help="Training runs of your project: list, show, watch.", no_args_is_help=True)
 
@@ -62,9 +62,9 @@ def show_run(
     as_json: AsJson = False,
 ) -> None:
     """One training run and its checkpoints."""
-    server = connect(url, api_key, data_dir)
-    run = server.get(f"training_runs/{quote(run_id, safe=':')}")
-    checkpoints = server.get(f"training_runs/{quote(run_id, safe=':')}/checkpoints")["checkpoints"]
+    route, server = run_route(run_id), connect(url, api_key, data_dir)
+    run = server.get(route)
+    checkpoints = server.get(f"{route}/checkpoints")["checkpoints"]
     if as_json:
         print_json("run", {"run": run, "checkpoints": checkpoints})
         return

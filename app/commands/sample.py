@@ -9,6 +9,7 @@ import typer
 
 from app.commands.client import DEFAULT_URL, ApiKey, AsJson, DataDir, Url, connect
 from app.commands.output import STOPPED, fail, print_json, write
+from app.commands.values import finite
 
 app = typer.Typer(add_completion=False)
 
@@ -17,7 +18,7 @@ Model = Annotated[
     typer.Option(help="Base model, or the tinker:// path of a checkpoint. Default: the server's first base model."),
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+Temperature = Annotated[float, typer.Option(min=0.0, callback=finite, help="0 takes the likeliest token each time.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same answer.")]
 

@@ -32,15 +32,24 @@ Progress = Callable[[str, int, int], None]
 """(file, bytes that are here, bytes in all)"""
 
 
+RESUMES = "the same command again goes on where it broke off"
+"""What to do when a file did not arrive and what is here of it stays."""
+
+
 class Broken(Exception):
     """A connection ended early; what has arrived is kept."""
 
 
-def fetch_files(server: Server, route: str, folder: Path, *, replace: bool = False) -> list[dict[str, Any]]:
+def fetch_files(
+    server: Server, route: str, folder: Path, *, replace: bool = False, remedy: str = RESUMES
+) -> list[dict[str, Any]]:
     """Fetch every file that `route` offers into `folder`; returns what it said of them.
 
     A file that is there already with the right checksum is left as it is. Ends the command (`typer.Exit`) if a file is
     there that is another one (unless `replace`), if the server stops answering, or if a checksum is wrong.
+
+    Args:
+        remedy: what a person is told to do if a file does not arrive: only the caller knows whether `folder` stays.
     """
     offered: list[dict[str, Any]] = server.get(route)["files"]
     for each in offered:
@@ -50,14 +59,14 @@ def fetch_files(server: Server, route: str, folder: Path, *, replace: bool = Fal
         folder.mkdir(parents=True, exist_ok=True)
         with _shown(offered) as progress:
             for each in offered:
-                _fetch(server, route, each, folder / each["name"], replace, progress)
+                _fetch(server, route, each, folder / each["name"], replace, remedy, progress)
     except OSError as error:
         raise fail(f"{folder} cannot be written ({error.strerror})", "choose another folder with --output") from None
     return offered
 
 
 def _fetch(
-    server: Server, route: str, offered: dict[str, Any], target: Path, replace: bool, progress: Progress
+    server: Server, route: str, offered: dict[str, Any], target: Path, replace: bool, remedy: str, progress: Progress
 ) -> None:
     if target.exists() and not replace:
         if _is_whole(target, offered):
@@ -74,9 +83,7 @@ def _fetch(
             here = part.stat().st_size if part.exists() else 0
             failures, most = (1, here) if here > most else (failures + 1, most)
             if failures >= ATTEMPTS:
-                raise fail(
-                    f"{offered['name']} did not arrive: {error}", "the same command again goes on where it broke off"
-                ) from None
+                raise fail(f"{offered['name']} did not arrive: {error}", remedy) from None
             time.sleep(PAUSE_SECONDS * failures)
             address = next(
                 each["url"] for each in server.get(route)["files"] if each["name"] == offered["name"]

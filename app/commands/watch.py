@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
-from urllib.parse import quote
 
 import typer
 
 from app.commands.chart import chart, number
 from app.commands.client import Server
 from app.commands.output import STOPPED, plain
+from app.commands.values import run_route
 
 CURVES = (("loss per token", "loss_per_token"), ("learning rate", "learning_rate"), ("gradient norm", "grad_norm"))
 HEIGHT = 5
@@ -35,7 +35,7 @@ class Watch:
     def __init__(self, server: Server, run_id: str) -> None:
         self._server = server
         self._run_id = run_id
-        self._route = f"training_runs/{quote(run_id, safe=':')}"
+        self._route = run_route(run_id)
         self._points: dict[int, dict[str, Any]] = {}
         self._state: str | None = None
 

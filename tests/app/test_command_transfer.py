@@ -16,6 +16,7 @@ import typer
 
 from app.commands import transfer
 from app.commands.client import Server
+from app.commands.export import Format, write_export
 from app.commands.transfer import fetch_files
 from tests.support.scripted_server import reply, scripted
 
@@ -103,6 +104,24 @@ def test_the_next_command_goes_on_and_begins_anew_if_the_file_is_another(files: 
     fetch(files, tmp_path)
     assert files.asked == [(None, None)]
     assert names(tmp_path) == [files.name]
+
+
+def test_what_to_do_about_a_transfer_that_broke_is_true(
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files.cut = 0
+    with pytest.raises(typer.Exit):
+        fetch(files, tmp_path / "download")
+    assert "the same command again goes on" in capsys.readouterr().err
+    about = {"tinker_path": "tinker://r/weights/w", "base_model": "acme/tiny"}
+    with pytest.raises(typer.Exit):
+        write_export(
+            Server(files.url, KEY), about, ROUTE.removesuffix("/files"), tmp_path / "out", Format.peft, None, None, None
+        )
+    said = capsys.readouterr().err
+    assert names(tmp_path) == ["download"], "nothing of the export is kept"
+    assert "nothing of it was kept" in said
+    assert "`tinsmith checkpoints download`" in said
 
 
 def test_wrong_bytes_are_no_file(files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ def test_what_goes_wrong_at_first_is_told_in_two_lines(run: Run, server: Running
             (["--url", f"http://127.0.0.1:{free_port()}"], UNREACHABLE, "no server answers", "tinsmith serve"),
             (["--url", f"https://127.0.0.1:{port}"], UNREACHABLE, "does not speak https", f"http://127.0.0.1:{port}"),
             (["--url", f"http://127.0.0.1:{other.getsockname()[1]}"], UNREACHABLE, "not speak http", "https://"),
-            (["--url", "localhost:8410"], UNREACHABLE, "localhost:8410", "http://127.0.0.1:8410"),
+            (["--url", "localhost:8410"], USAGE, "localhost:8410", "http://127.0.0.1:8410"),
             (["--api-key", "tml-wrong"], NOT_ALLOWED, "does not know this API key", "--api-key"),
         )
         for arguments, code, cause, remedy in cases:
@@ -205,7 +205,7 @@ def _greets(other: socket.socket) -> None:
     connection, _ = other.accept()
     with connection:
         connection.recv(1024)
-        connection.sendall(b"220 ready for mail\r\n")
+        connection.sendall(b"220 ready for mail\r\n\r\n")
 
 
 def test_the_log_is_shown_if_there_is_one(run: Run, tmp_path: Path) -> None:
