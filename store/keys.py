@@ -254,10 +254,14 @@ def _digest(db: AsyncSession, plaintext: str) -> bytes:
 
 
 def _valid(found: Found, now: datetime) -> KeyRecord | None:
-    row, archived_at, role_of_user = found
+    row, _, _ = found
     ended = row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now)
-    nobody = row.user_id is not None and role_of_user is None
-    return None if ended or nobody or archived_at is not None else _record(found)
+    return None if ended or _shut_out(found) else _record(found)
+
+
+def _shut_out(found: Found) -> bool:
+    row, archived_at, role_of_user = found
+    return archived_at is not None or (row.user_id is not None and role_of_user is None)
 
 
 def _record(found: Found) -> KeyRecord:
@@ -275,4 +279,5 @@ def _record(found: Found) -> KeyRecord:
         scopes=None if row.scopes is None else tuple(row.scopes),
         user_id=row.user_id,
         replaced_by=row.replaced_by,
+        shut_out=_shut_out(found),
     )

@@ -122,7 +122,7 @@ def shown(record: KeyRecord) -> KeyInfo:
         role=record.role,
         scopes=None if record.scopes is None else list(record.scopes),
         user_id=record.user_id,
-        active=record.revoked_at is None and not ended,
+        active=record.revoked_at is None and not ended and not record.shut_out,
         created_at=record.created_at,
         last_used_at=record.last_used_at,
         expires_at=record.expires_at,

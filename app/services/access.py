@@ -1,9 +1,11 @@
-"""Who may read a checkpoint besides its own project: holders of a key of that project, shown as an access token.
+"""Who may use a checkpoint besides its own project: whoever shows a key of that project, as an access token.
 
 Public checkpoints need no token. Not responsible for finding checkpoints (`checkpoints.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from app.permissions import held
 from schemas.errors import InvalidRequest
@@ -11,29 +13,40 @@ from schemas.roles import Permission
 from store.database import Store
 from store.keys import authenticate
 
-USES_WEIGHTS: frozenset[Permission] = frozenset({"train", "sample", "checkpoints"})
-"""One of these lets the holder of a key use saved weights of the key's project."""
 
-
-async def readers(store: Store, project_id: str, token: str | None, *, field: str) -> tuple[str, ...]:
-    """The projects with whose eyes a request reads: its own, and that of the token.
+class AccessTokens:
+    """Opens the project of an access token to a request.
 
     Args:
-        token: an API key of another project, given with the request.
-        field: where it was given.
-
-    Raises:
-        InvalidRequest: the token is not a valid key, or one that may not use weights.
+        used: told the id of a key each time that it is shown as a token.
     """
-    if token is None:
-        return (project_id,)
-    key = await store.read(lambda db: authenticate(db, token))
-    if key is None:
-        raise InvalidRequest(f"{field} is not a valid API key", field=field)
-    if not held(key.role, key.scopes) & USES_WEIGHTS:
-        raise InvalidRequest(
-            f"{field} is a key that may not use the weights of its project: it has none of the permissions "
-            f"{', '.join(sorted(USES_WEIGHTS))}",
-            field=field,
-        )
-    return (project_id, key.project_id)
+
+    def __init__(self, store: Store, used: Callable[[str], None]) -> None:
+        self._store = store
+        self._used = used
+
+    async def readers(self, project_id: str, token: str | None, *, field: str, needs: Permission) -> tuple[str, ...]:
+        """The projects with whose eyes a request reads: its own, and that of the token.
+
+        Args:
+            token: an API key of another project, given with the request.
+            field: where it was given.
+            needs: what the token's own holder needs in order to do the same: a key opens no more to others.
+
+        Raises:
+            InvalidRequest: the token is not a valid key, or one that may not do this itself.
+        """
+        if token is None:
+            return (project_id,)
+        key = await self._store.read(lambda db: authenticate(db, token))
+        if key is None:
+            raise InvalidRequest(f"{field} is not a valid API key", field=field)
+        self._used(key.key_id)
+        if needs not in held(key.role, key.scopes):
+            raise InvalidRequest(
+                f"{field} is a key that may not use the weights of its project for this: it lacks the permission "
+                f"{needs}",
+                field=field,
+                hint=f"ask the owner of the checkpoint for a key with the permission {needs}, or for a copy of it",
+            )
+        return (project_id, key.project_id)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -22,10 +22,12 @@ from schemas.fail_points import fail_point
 from schemas.operations import SavedAdapter
 from store import checkpoints
 from store.artifacts import ArtifactStore
-from store.database import Store
+from store.database import Store, Work
 from store.records import CheckpointKind, CheckpointRecord
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_LISTED = 100_000
 """Most checkpoints in an answer that has no pages."""
@@ -168,6 +170,25 @@ class Checkpoints:
                 self._replaced.append(replaced)
 
         return rows
+
+    async def record_folder(self, folder: str, write: Work[tuple[T, bool]]) -> T:
+        """Write the rows that make a written folder a checkpoint; if they are not written, the folder goes.
+
+        To be shielded from the caller's end: a write that was begun is not taken back by it, and its folder must stay.
+
+        Args:
+            write: the rows; returns what the caller wants of them, and whether they name this folder.
+
+        Raises: what `write` and `Store.write` raise.
+        """
+        try:
+            made, named = await self._store.write(write)
+        except Exception:
+            await self.remove_folder(folder)
+            raise  # a cancellation is no such answer: then nobody knows, and the next start removes what no row names
+        if not named:
+            await self.remove_folder(folder)
+        return made
 
     async def remove_folder(self, folder: str) -> None:
         """Remove a folder that no record ever named (a failed save, or what an attempt at one left); absent folders are

@@ -6,6 +6,7 @@ responsible for files (`store/artifacts.py`).
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from app.services.access import readers
+from app.services.access import AccessTokens
 from app.services.checkpoints import Checkpoints, path_of
 from app.services.limit_charges import check_storage
 from app.services.paths import CheckpointPath, model_id_of
 from app.services.runs import require_active
-from app.services.tenant_limits import TenantLimits
+from app.services.tenant_limits import Effective, TenantLimits
 from app.services.training import creation_scope, request_digest
 from schemas.errors import Gone, NotFound, SeqIdConflict
 from schemas.fail_points import fail_point
@@ -54,6 +55,7 @@ class Copies:
     """Copies checkpoints.
 
     Args:
+        access: opens the projects of access tokens.
         limits: of projects and keys.
         new_id: makes ids of at least 128 random bits.
         clock: the time, aware UTC.
@@ -64,13 +66,15 @@ class Copies:
         store: Store,
         checkpoints: Checkpoints,
         *,
+        access: AccessTokens,
         limits: TenantLimits,
         new_id: Callable[[], str],
         clock: Callable[[], datetime],
     ) -> None:
         self._store = store
-        self._limits = limits
         self._checkpoints = checkpoints
+        self._access = access
+        self._limits = limits
         self._new_id = new_id
         self._clock = clock
 
@@ -78,14 +82,16 @@ class Copies:
         """Copy a checkpoint of the asking project, or of the project whose key is the access token.
 
         The copy keeps the kind and the name, and belongs to a new training run that cannot be trained on. It is not
-        public and does not inherit the time to live.
+        public and does not inherit the time to live. Once its files are being made, it is made whether the caller is
+        cancelled or not.
 
         Returns:
             The path of the copy; for a repeat, that of the first one.
 
         Raises:
             NotFound: no such checkpoint to read, project or session.
-            InvalidRequest: the token is not a key; `SeqIdConflict`: the place or the key was used for another request.
+            InvalidRequest: the token is not a key, or may not copy.
+            SeqIdConflict: the place or the key was used for another request.
             Gone: the session is over.
             OverLimit: the copy does not fit into the bytes that checkpoints may take.
         """
@@ -103,12 +109,20 @@ class Copies:
         if request.session_id is not None:
             session_id = request.session_id
             await self._store.look_up(lambda db: require_active(db, order.project_id, session_id))
-        allowed = await readers(self._store, order.project_id, order.access_token, field=TOKEN_HEADER)
+        token = order.access_token
+        allowed = await self._access.readers(order.project_id, token, field=TOKEN_HEADER, needs="checkpoints")
         source = await self._checkpoints.owned_by(allowed, request.source_path, field="source_path")
+        effective = await self._limits.effective(order.project_id, order.key_id)
+        record = await asyncio.shield(asyncio.create_task(self._make(order, source, scope, seq_id, effective)))
+        return _answer(record, request_digest(request))
+
+    async def _make(
+        self, order: CopyOrder, source: CheckpointRecord, scope: str, seq_id: int, effective: Effective | None
+    ) -> OperationRecord:
+        """The files and rows of a copy; of a repeat, those of the first one."""
         checkpoint_id, folder = self._checkpoints.draw_folder()
         await self._checkpoints.copy_folder(source.folder, folder)
         fail_point("copy.linked")
-        made, effective = False, await self._limits.effective(order.project_id, order.key_id)
 
         async def write(db: AsyncSession) -> tuple[OperationRecord, bool]:
             record, created = await self._record(db, order, source, scope, seq_id, checkpoint_id, folder)
@@ -116,13 +130,9 @@ class Copies:
                 await check_storage(db, effective)
             return record, created
 
-        try:
-            record, made = await self._store.write(write)
-            fail_point("copy.recorded")
-        finally:
-            if not made:
-                await self._checkpoints.remove_folder(folder)
-        return _answer(record, request_digest(request))
+        record = await self._checkpoints.record_folder(folder, write)
+        fail_point("copy.recorded")
+        return record
 
     def _place(self, order: CopyOrder) -> tuple[str, int]:
         """The natural key of the request in the operation log."""

@@ -34,7 +34,7 @@ from store import checkpoints as rows
 from store import operations as log
 from store import runs, sessions
 from store.artifacts import ArtifactStore
-from store.database import Store
+from store.database import Store, Work
 from store.events import add_event
 from store.files import fsync_folder
 from store.records import CheckpointRecord, NewOperation, OperationRecord
@@ -135,6 +135,7 @@ class Imports:
         """Turn a complete upload into a checkpoint: all of it, or nothing.
 
         It belongs to a new training run that cannot be trained on, as a copy does; it is loaded or sampled by its path.
+        Once its files are written, it is made whether the caller is cancelled or not.
 
         Returns:
             The checkpoint; for a repeat, the first one.
@@ -155,7 +156,6 @@ class Imports:
             size = await asyncio.to_thread(_written, adapter, upload, self._artifacts.path(upload.folder), base_model)
         except OSError as error:
             raise _not_written(error) from error
-        made = False
 
         async def write(db: AsyncSession) -> tuple[OperationRecord, bool]:
             record, created = await self._record(db, order, upload, scope, adapter.spec, base_model, size)
@@ -163,13 +163,17 @@ class Imports:
                 await check_storage(db, effective)
             return record, created
 
-        try:
-            await self._artifacts.publish(upload.folder)
-            record, made = await self._store.write(write)
-        finally:
-            if not made:
-                await self._checkpoints.remove_folder(upload.folder)
+        record = await asyncio.shield(asyncio.create_task(self._recorded(upload.folder, write)))
         return await self._again(order, record)
+
+    async def _recorded(self, folder: str, write: Work[tuple[OperationRecord, bool]]) -> OperationRecord:
+        """Publish a written folder and write its rows, or remove it."""
+        try:
+            await self._artifacts.publish(folder)
+        except Exception:
+            await self._checkpoints.remove_folder(folder)
+            raise
+        return await self._checkpoints.record_folder(folder, write)
 
     async def _opened(self, request: ImportCheckpointRequest, upload: Upload) -> tuple[ForeignAdapter, str]:
         """The adapter as far as its header tells, and the name of the base model that it is for."""
@@ -269,6 +273,7 @@ class Imports:
             user_metadata={},
             optimizer_type="adamw",
             now=now,
+            key_id=order.key_id,
         )
         await runs.set_run_state(db, model_id, "closed")
         return model_id

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from app.codec import decode_context, decode_operation, encode_operation
-from app.services.access import readers
+from app.services.access import AccessTokens
 from app.services.base_models import BaseModels
 from app.services.checkpoints import Checkpoints, refuse_export
 from app.services.operations import Operations
@@ -46,6 +46,7 @@ class Loads:
         operations: Operations,
         runs: Runs,
         checkpoints: Checkpoints,
+        access: AccessTokens,
         capabilities: Capabilities,
     ) -> None:
         self._store = store
@@ -53,6 +54,7 @@ class Loads:
         self._operations = operations
         self._runs = runs
         self._checkpoints = checkpoints
+        self._access = access
         self._capabilities = capabilities
 
     async def load(self, project_id: str, request: LoadWeightsRequest) -> tuple[OperationRecord, str]:
@@ -152,7 +154,7 @@ class Loads:
     async def _loadable(self, project_id: str, request: LoadWeightsRequest) -> CheckpointRecord:
         """The checkpoint to load. Raises `InvalidRequest` if the optimizer is asked of one that cannot have any."""
         token = request.weights_access_token
-        allowed = await readers(self._store, project_id, token, field="weights_access_token")
+        allowed = await self._access.readers(project_id, token, field="weights_access_token", needs="train")
         checkpoint = await self._checkpoints.readable(allowed, request.path, field="path")
         refuse_export(checkpoint, field="path")
         if request.optimizer and not checkpoint.has_optimizer:

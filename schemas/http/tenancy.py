@@ -59,7 +59,7 @@ class KeyInfo(ResponseModel):
     role: str = Field(description="What it may do: its own role, or that of its user in the project if that is less.")
     scopes: list[str] | None = Field(None, description="Permissions that it is narrowed to, if it is.")
     user_id: str | None = Field(None, description="Whose it is; absent for a program's.")
-    active: bool = Field(description="Whether it lets its holder in now.")
+    active: bool = Field(description="Whether it lets its holder in now; those of an archived project do not.")
     created_at: AwareDatetime = Field(description="When it was made.")
     last_used_at: AwareDatetime | None = Field(None, description="When it was last used, up to half a minute late.")
     expires_at: AwareDatetime | None = Field(None, description="When it ends.")

@@ -17,6 +17,7 @@ from safetensors.torch import save
 from app.settings import Settings
 from tests.app.conftest import MODEL
 from tests.support.api import DATA, Api, serving
+from tests.support.leaving import leaves_during_its_write
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -365,3 +366,33 @@ async def test_an_adapter_that_does_not_fit_into_the_limit_is_refused_and_leaves
     assert (await bring(api, file, config, name="second")).status_code == 200
     cleared = await api.client.delete(f"admin/projects/{project}/limits")
     assert cleared.status_code in (200, 204), cleared.text
+
+
+async def test_what_a_key_brings_in_counts_for_that_key(api: Api, adapter: Adapter) -> None:
+    file, config, _ = adapter
+    bringer = Api(api.edge, api.groups, api.edge.with_key(await api.edge.new_key("bringing", "member")))
+    project = (await bringer.client.get("auth/apikey/me")).json()["project_id"]
+    listed = (await api.client.get(f"admin/projects/{project}/keys")).json()["keys"]
+    [key_id] = [key["key_id"] for key in listed]
+    first = (await bring(bringer, file, config)).json()
+    size = first["size_bytes"]
+    answer = await api.client.put(f"admin/keys/{key_id}/limits", json={"checkpoint_bytes": 2 * size - 1})
+    assert answer.status_code == 200, answer.text
+    [limit] = [each for each in (await bringer.client.get("limits")).json()["limits"] if each["source"] == "key"]
+    assert (limit["used"], limit["remaining"]) == (size, size - 1)
+    refused = await bring(bringer, file, config, name="second")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "storage_full")
+    assert f"checkpoint_bytes of this key is {2 * size - 1:,}" in refused.json()["detail"]
+    assert len(on_disk(api)) == 1
+    await delete(bringer, first["tinker_path"])
+
+
+async def test_an_adapter_whose_client_leaves_while_it_is_recorded_is_there_with_its_files(
+    api: Api, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, config, _ = adapter
+    await leaves_during_its_write(api, bring(api, file, config, key="left"), monkeypatch)
+    again = await bring(api, file, config, key="left")
+    assert again.status_code == 200, again.text
+    assert len(on_disk(api)) == 1
+    await load(api, again.json()["tinker_path"])

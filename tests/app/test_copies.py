@@ -11,7 +11,9 @@ import httpx
 import pytest
 from tinker.types import ParsedCheckpointTinkerPath
 
+from schemas.errors import Unavailable
 from tests.support.api import Api
+from tests.support.leaving import leaves_during_its_write
 
 SEGMENTS = {
     "weights": "save_weights",
@@ -159,3 +161,29 @@ async def test_a_source_that_is_deleted_meanwhile_leaves_nothing(api: Api, monke
     assert (await copy(api, source, key="k", destination_project_id=owner)).status_code == 404
     assert folders(api) == []
     assert len((await api.client.get("sessions")).json()["sessions"]) == 2
+
+
+async def test_a_copy_whose_client_leaves_while_it_is_recorded_is_there_with_its_files(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = await project(api)
+    source = (await api.do("save_weights", model_id=await api.model(), path="x"))["path"]
+    order: dict[str, Any] = {"key": "left", "destination_project_id": owner}
+    await leaves_during_its_write(api, copy(api, source, **order), monkeypatch)
+    again = await copy(api, source, **order)
+    assert again.status_code == 200, again.text
+    assert len(folders(api)) == 2
+    place = {"session_id": await api.session(), "model_seq_id": 0}
+    await api.do("load_weights", path=again.json()["tinker_path"], optimizer=True, **place)
+
+
+async def test_a_copy_that_cannot_be_recorded_leaves_no_folder(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = await project(api)
+    source = (await api.do("save_weights", model_id=await api.model(), path="x"))["path"]
+
+    async def full(*_: Any, **__: Any) -> None:
+        raise Unavailable("on purpose")
+
+    monkeypatch.setattr("app.services.copies.add_event", full)
+    assert (await copy(api, source, destination_project_id=owner)).status_code == 503
+    assert len(folders(api)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,7 +14,9 @@ import httpx
 import pytest
 
 from app.auth import Authenticator
+from app.permissions import ROUTES, held
 from app.settings import Settings
+from schemas.roles import PERMISSIONS, ROLES
 from store.keys import authenticate, list_keys
 from tests.app.conftest import Edge, running
 from tests.support.api import Api, serving
@@ -252,6 +255,8 @@ async def test_an_archived_project_lets_nobody_in(operator: Operator) -> None:
     assert (await owner.get("sessions")).status_code == 401
     shown = await ok(operator.client.get(f"admin/projects/{project}"))
     assert shown["archived_at"] is not None
+    keys = (await ok(operator.client.get(f"admin/projects/{project}/keys")))["keys"]
+    assert [(key["active"], key.get("revoked_at"), key.get("expires_at")) for key in keys] == [(False, None, None)]
     wanted = operator.client.post(f"admin/projects/{project}/keys", json={"name": "k"})
     await refused(wanted, 400, "is archived")
     await refused(operator.client.post("admin/projects", json={"name": "acme"}), 400, "which is archived")
@@ -440,30 +445,46 @@ async def test_keys_of_a_folder_without_roles_do_what_they_did(
         assert "key_changed" in [entry["event"] for entry in await events(edge.client)]
 
 
-@pytest.fixture
-async def two_projects(api: Api) -> tuple[Api, Api, str]:
-    """Two tenants, and the path of a checkpoint of the first."""
+async def test_a_key_opens_to_another_project_only_what_it_may_do_itself(api: Api) -> None:
+    """Every role and every scope as access token, at every route that takes one."""
     mine, theirs = await api.other(), Api(api.edge, api.groups, await api.edge.other_project("theirs"))
-    model = await theirs.model()
-    path = (await theirs.do("save_weights", model_id=model, path="x"))["path"]
-    return mine, theirs, path
-
-
-async def test_a_key_that_may_not_use_weights_opens_none_to_others(two_projects: tuple[Api, Api, str]) -> None:
-    mine, _, path = two_projects
+    path = (await theirs.do("save_weights", model_id=await theirs.model(), path="x"))["path"]
     session = await mine.session()
-    for number, (rights, status) in enumerate(
-        (({"role": "read-only"}, 400), ({"role": "owner", "scopes": ["keys"]}, 400), ({"role": "member"}, 200))
-    ):
-        key = await mine.edge.new_key("theirs", **rights)  # type: ignore[arg-type]
-        answer = await mine.client.post(
-            "copy_weights",
-            json={"source_path": path, "session_id": session, "model_seq_id": number},
-            headers={"X-Tinker-Weights-Access-Token": key},
-        )
-        assert answer.status_code == status, answer.text
-        if status == 400:
-            assert "may not use the weights" in answer.json()["detail"]
+    keys: list[dict[str, Any]] = [{"role": role} for role in ROLES]
+    keys += [{"role": "admin", "scopes": [scope]} for scope in PERMISSIONS]
+    opened: Counter[str] = Counter()
+    for number, rights in enumerate(keys):
+        key = await api.edge.new_key("theirs", **rights)
+        may = held(rights["role"], rights.get("scopes"))
+        place = {"session_id": session, "model_seq_id": number, "weights_access_token": key}
+        copied = await mine.post("copy_weights", source_path=path, **place)
+        place["model_seq_id"] = len(keys) + number
+        loaded = await mine.post("load_weights", path=path, optimizer=True, **place)
+        for route, answer in (("copy_weights", copied), ("load_weights", loaded)):
+            allowed = not may.isdisjoint(ROUTES[route])
+            assert answer.status_code == (200 if allowed else 400), (rights, route, answer.text)
+            if not allowed:
+                assert f"lacks the permission {ROUTES[route][0]}" in answer.json()["detail"]
+                assert key not in answer.text
+            opened[route] += allowed
+    assert opened == {"copy_weights": 4, "load_weights": 4}
+    assert len((await ok(mine.client.get("checkpoints")))["checkpoints"]) == 4
+
+
+async def test_a_key_that_is_shown_as_access_token_was_used(operator: Operator) -> None:
+    project = await operator.project("acme")
+    made = await operator.key(project, scopes=["sample"])
+    copying = {"source_path": "tinker://r/weights/x", "destination_project_id": await own_project(operator)}
+    headers = {"X-Tinker-Weights-Access-Token": made["key"]}
+    await refused(operator.client.post("copy_weights", json=copying, headers=headers), 400, "permission checkpoints")
+    await operator.edge.app.state.services.housekeeping.write_activity()
+    [key] = await operator.edge.app.state.store.read(lambda db: list_keys(db, project))
+    assert key.last_used_at is not None
+
+
+async def own_project(operator: Operator) -> str:
+    """The id of the operator's project."""
+    return str((await ok(operator.client.get("keys")))["keys"][0]["project_id"])
 
 
 async def test_expired_by_the_clock(operator: Operator) -> None:

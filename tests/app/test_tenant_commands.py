@@ -100,7 +100,11 @@ def test_a_tenant_from_the_first_command_to_the_last(shell: Shell) -> None:
     assert shell.json("users list")[0]["projects"] == []
     shell.fails("keys list", NOT_ALLOWED, "does not know this API key", key=owner)
     assert shell.out(f"users delete {user}") == f"{user}  deleted\n"
+    shell.out("keys create left --project acme")
     assert shell.out("projects archive acme") == "acme  archived\n"
+    assert shell.json(f"keys list --project {project}") == []
+    assert "--all shows those that are over" in shell.run(f"keys list --project {project}").output
+    assert shell.json(f"keys list --all --project {project}")[-1]["state"] == "shut out"
     assert [each["name"] for each in shell.json("projects list")] == ["default"]
     assert [each["name"] for each in shell.json("projects list --all")] == ["acme", "default"]
     assert "archived" in shell.out("projects list --all")
