@@ -57,6 +57,9 @@ class TrainBatch:
     backward: bool = True
     loss_graph: str | None = None
     """Of `custom`: JSON of {"inputs", "nodes"} (`schemas/custom_loss.py`); inputs then keep the dtype they came in."""
+    again: bool = False
+    """Whether it succeeded before, and is executed once more to bring its run back. Nothing that depends on the moment,
+    as the time that it takes does, may fail it then. Not stored: only whoever executes it knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,9 @@ class KeyRecord:
     user_id: str | None = None
     replaced_by: str | None = None
     """The key (id) that took its place."""
+    shut_out: bool = False
+    """Whether it lets nobody in for another reason than its own end: its project is archived, or its user does not
+    belong to it any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,10 +188,10 @@ class Checkpoint(Base):
 
 
 class CustomLoss(Base):
-    """The graph of an uploaded loss; `loss_id` names session and number."""
+    """The graph of an uploaded loss; `loss_id` names session and number. `size_bytes` is what it counts for."""
 
     __tablename__ = "custom_losses"
-    __table_args__ = (Index(None, "session_id"),)
+    __table_args__ = (Index(None, "session_id"), Index(None, "project_id", "size_bytes"))
 
     loss_id: Mapped[str] = mapped_column(primary_key=True)
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.project_id"))
@@ -199,6 +199,7 @@ class CustomLoss(Base):
     name: Mapped[str]
     graph: Mapped[str]
     created_at: Mapped[datetime]
+    size_bytes: Mapped[int] = mapped_column(default=0, server_default="0")
 
 
 class Operation(Base):

@@ -18,7 +18,7 @@ from app.codec import canonical_json, encode_request, encode_result
 from app.codec import digest as digest_of
 from app.services.runs import require_active
 from schemas.custom_loss import LossInput, parse_graph
-from schemas.errors import InvalidRequest, NotFound
+from schemas.errors import InvalidRequest, NotFound, OverLimit
 from schemas.operations import Datum, TrainBatch
 from schemas.requests import CreateCustomLossRequest
 from schemas.responses import CreateCustomLossResult
@@ -38,19 +38,23 @@ class CustomLosses:
     """Uploaded losses of all projects; every method is told whose.
 
     Args:
+        max_bytes: what the losses of one project may take together.
         new_id: makes request ids of at least 128 random bits.
         clock: the time, aware UTC.
     """
 
-    def __init__(self, store: Store, *, new_id: Callable[[], str], clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self, store: Store, *, max_bytes: int, new_id: Callable[[], str], clock: Callable[[], datetime]
+    ) -> None:
         self._store = store
+        self._max_bytes = max_bytes
         self._new_id = new_id
         self._clock = clock
 
     async def create(self, project_id: str, request: CreateCustomLossRequest) -> OperationRecord:
         """Keep a loss; the operation is done when this returns. A repeat gives the same one.
 
-        Raises: `NotFound`, `Gone` (session), `InvalidRequest`, `SeqIdConflict`.
+        Raises: `NotFound`, `Gone` (session), `InvalidRequest`, `OverLimit`, `SeqIdConflict`.
         """
         session_id = request.session_id
         found = await self._store.look_up(lambda db: sessions.get_session(db, project_id, session_id))
@@ -75,8 +79,7 @@ class CustomLosses:
             record, created = await log.append(db, new)
             if created:
                 await require_active(db, project_id, session_id)
-                if await custom_losses.count_losses(db, session_id) >= MAX_LOSSES:
-                    raise InvalidRequest(f"this session has {MAX_LOSSES} custom losses already", field="session_id")
+                await self._check_room(db, project_id, session_id, custom_losses.size_of(graph))
                 await custom_losses.add_custom_loss(
                     db,
                     loss_id=loss_id,
@@ -90,6 +93,19 @@ class CustomLosses:
             return record
 
         return await self._store.write(rows)
+
+    async def _check_room(self, db: AsyncSession, project_id: str, session_id: str, size: int) -> None:
+        count, kept = await custom_losses.count_losses(db, project_id, session_id)
+        if count >= MAX_LOSSES:
+            raise InvalidRequest(f"this session has {MAX_LOSSES} custom losses already", field="session_id")
+        if kept + size > self._max_bytes:
+            raise OverLimit(
+                f"custom losses of {kept + size:,} bytes would be kept for this project, and limit max_custom_loss_mib "
+                f"of every project is {self._max_bytes >> 20}",
+                field="graph",
+                hint="use losses that were uploaded before, give what changes as loss_fn_inputs, and finish sessions: "
+                "their losses go log_retention after them; or ask the operator for a larger max_custom_loss_mib",
+            )
 
     async def with_graph(self, project_id: str, batch: TrainBatch, loss_id: str) -> TrainBatch:
         """The batch with the graph of its loss, and of each example only what the graph reads.

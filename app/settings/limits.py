@@ -53,6 +53,11 @@ class Limits(Theme):
     limit_checkpoint_bytes: Count | None = Field(
         None, description="For each project: bytes of all checkpoints that are stored. Unset: no limit."
     )
+    max_custom_loss_mib: Count = Field(
+        256,
+        description="For each project: MiB of the custom losses that are kept. A loss goes `log_retention` after the "
+        "end of its session.",
+    )
     max_body_mib: Count = Field(64, description="Largest request body in MiB, before and after decompression.")
     max_import_mib: Count = Field(
         4096, description="Largest adapter in MiB that `checkpoints/import` takes; the file is streamed to the disk."

@@ -80,7 +80,7 @@ class OpenOperation:
     def of(cls, batch: TrainBatch, state: AdapterState, config: Mapping[str, float]) -> OpenOperation:
         """An operation with nothing computed yet. `config` is the loss's complete configuration."""
         if batch.loss_graph is not None:
-            return cls(batch, state, config, CustomLoss.from_text(batch.loss_graph))
+            return cls(batch, state, config, CustomLoss.from_text(batch.loss_graph, timed=not batch.again))
         return cls(batch, state, config, resolve_loss(batch.loss_fn, batch.loss_config)[0])
 
     @property

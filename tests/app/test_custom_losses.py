@@ -11,7 +11,7 @@ import pytest
 
 from app.settings import Settings
 from tests.app.conftest import running
-from tests.support.api import DATA, Api
+from tests.support.api import DATA, Api, serving
 
 INPUTS = [{"name": "logprobs", "rank": 1}, {"name": "weights", "rank": 1}]
 OUTPUT = {"tuple": [{"ref": "neg"}, {"dict": {"custom/nll:sum": {"ref": "neg"}}}]}
@@ -151,6 +151,23 @@ async def test_a_graph_that_breaks_fails_its_operation_only(api: Api) -> None:
     assert "too large" in failure["error"]
     step = await api.do("optim_step", model_id=model, adam_params={"learning_rate": 0.01})
     assert step["metrics"]["grad_norm"] > 0
+
+
+async def test_a_busy_machine_does_not_fail_a_loss_that_is_executed_again(
+    tiny_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tiny_settings(snapshot_operations=10**6)) as api:
+        session = await api.session()
+        model = await api.model(session)
+        name = using(await uploaded(api, session))
+        await api.do("forward_backward", model_id=model, data=DATA, **name)
+        await api.do("optim_step", model_id=model, adam_params={"learning_rate": 0.01})
+        before = await api.scores(model)
+        monkeypatch.setattr("engines.custom_loss.SECONDS", -1.0)  # from now on, everything takes too long
+        api.groups.made[-1].die()
+        assert await api.scores(model) == before
+        late = await api.fails("forward_backward", model_id=model, data=DATA, **name)
+        assert "takes longer" in late["error"], "what is new is held to it"
 
 
 async def test_clients_are_told_to_upload_unless_the_setting_is_off(make_settings: Callable[..., Settings]) -> None:

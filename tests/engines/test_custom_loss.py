@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +261,15 @@ def test_time_is_bounded_over_the_examples_of_a_batch() -> None:
         [loss(lp, {}, {}) for lp in examples]
 
 
-def test_work_is_bounded_even_if_results_are_small() -> None:
+@pytest.mark.parametrize("timed", [True, False], ids=["first", "again"])
+def test_work_is_bounded_even_if_results_are_small(timed: bool) -> None:
     nodes: list[tuple[str, str, list[Any]]] = [
         ("call_function", "torch.zeros", [1 << 23]),
         *[("call_method", "sum", [{"ref": "n0"}])] * 200,
     ]
+    loss = CustomLoss.from_text(json.dumps(plain(*nodes)), timed=timed)
     with pytest.raises(InvalidRequest, match="too much work"):
-        run(plain(*nodes))
+        loss(torch.zeros(3, requires_grad=True), {}, {})
 
 
 def test_every_name_of_the_list_exists() -> None:
@@ -343,3 +346,14 @@ def test_a_failing_loss_leaves_the_gradient_and_a_nan_poisons_it_by_name(engine:
         engine.optimizer_step("nan", OptimStepParams(lr=0.1))
     with engine.eval_mode():
         assert engine.forward(batch("nan", traced(weighted, weights=1), **ones)).metrics["custom/nll:sum"] > 0
+
+
+def test_time_fails_a_batch_the_first_time_only(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.create_adapter("slow", LoraSpec(rank=4, seed=1))
+    work = batch("slow", traced(weighted, weights=1), weights=np.ones)
+    with engine.eval_mode():
+        expected = engine.forward(work)
+        monkeypatch.setattr("engines.custom_loss.SECONDS", -1.0)
+        with pytest.raises(InvalidRequest, match="longer than"):
+            engine.forward(work)
+        assert engine.forward(replace(work, again=True)).metrics == expected.metrics

@@ -18,6 +18,7 @@ from alembic.config import Config
 from sqlalchemy import create_engine
 
 from schemas.errors import Unavailable
+from store.custom_losses import size_of
 from store.database import Store
 from store.migrate import known_schemas
 from store.read_only import open_database, require_known_schema
@@ -100,6 +101,9 @@ async def test_a_folder_of_every_known_version_opens_with_its_rows(data_dir: Pat
             assert connection.execute("SELECT role, scopes, user_id FROM api_keys").fetchall() == [
                 ("owner", None, None)
             ]
+        if revision < "0008":  # what a loss counts for was not kept
+            [(graph, size)] = connection.execute("SELECT graph, size_bytes FROM custom_losses").fetchall()
+            assert size == size_of(graph)
 
 
 def test_the_versions_are_one_line_that_only_grows() -> None:
