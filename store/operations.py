@@ -208,16 +208,20 @@ async def still_pending(db: AsyncSession, request_ids: Collection[str]) -> list[
     return found
 
 
+EXPIRED_AT_ONCE = 500
+"""Operations whose outcomes are dropped in one write."""
+
+
 async def expire_results(
-    db: AsyncSession, delivered_before: datetime, undelivered_before: datetime, *, limit: int = 500
-) -> list[BodyRef]:
+    db: AsyncSession, delivered_before: datetime, undelivered_before: datetime, *, limit: int = EXPIRED_AT_ONCE
+) -> tuple[int, list[BodyRef]]:
     """Drop the outcomes and bodies of operations that were delivered, or finished and never asked for, long ago.
 
     Bodies stay (and failures as they are) where a live run may have to do it again: see `store.snapshots`. At most
-    `limit` operations at a time, so that no other write waits long; the next sweep takes the rest.
+    `limit` operations at a time, so that no other write waits long; the next call takes the rest.
 
     Returns:
-        The files that nobody needs any more, to be deleted after the commit.
+        How many operations that were, and the files that nobody needs any more, to be deleted after the commit.
     """
     over = (
         Operation.state.in_(("done", "failed")),
@@ -239,7 +243,7 @@ async def expire_results(
         refs += [BodyRef(**row.body_ref) for row in some if row.body_ref is not None and not keeps]
         ids = Operation.request_id.in_([row.request_id for row in some])
         await db.execute(update(Operation).where(ids).values(state="expired", **gone))
-    return refs
+    return len(rows), refs
 
 
 async def body_names(db: AsyncSession) -> frozenset[str]:

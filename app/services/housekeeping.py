@@ -25,12 +25,16 @@ from store import operations as log
 from store import sessions
 from store.artifacts import ArtifactStore
 from store.bodies import Bodies
+from store.custom_losses import forget_losses
 from store.database import Store
 from store.forgetting import forget_operations
 from store.keys import touch_keys
 
 logger = logging.getLogger(__name__)
 
+MOST_WRITES = 40
+"""Writes of one duty in one sweep: each is short, so that no other one waits long for it, and what a busy server
+finishes in a day must not be left for longer than it says."""
 JUMP_SECONDS = 60.0
 """What the clock may gain or lose between two sweeps: more than any correction that is not a jump."""
 
@@ -193,13 +197,20 @@ class Housekeeping:
         now = self._clock()
         if self._jumped is not None and now - self._jumped < self._keep_delivered:
             return
-        refs = await self._store.write(
-            lambda db: log.expire_results(db, now - self._keep_delivered, now - self._keep_undelivered)
-        )
-        if refs:
-            await self._bodies.delete(refs)
+        for _ in range(MOST_WRITES):
+            expired, refs = await self._store.write(
+                lambda db: log.expire_results(db, now - self._keep_delivered, now - self._keep_undelivered)
+            )
+            if refs:
+                await self._bodies.delete(refs)
+            if expired < log.EXPIRED_AT_ONCE:
+                return
 
     async def _forget_operations(self) -> None:
         now = self._clock()
         if self._jumped is None or now - self._jumped >= self._keep_delivered:
-            await self._store.write(lambda db: forget_operations(db, now - self._keep_lines))
+            before = now - self._keep_lines
+            for _ in range(MOST_WRITES):
+                if await self._store.write(lambda db: forget_operations(db, before)) < log.EXPIRED_AT_ONCE:
+                    break
+            await self._store.write(lambda db: forget_losses(db, before))

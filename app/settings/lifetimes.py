@@ -36,7 +36,9 @@ class Lifetimes(Theme):
         ge=600,
         allow_inf_nan=False,
         description="Seconds after the end of a session until the lines of its operations go, which tell a late repeat "
-        "of a request from a new one and make the timeline of its trace. Usage and the audit log stay.",
+        "of a request from a new one and make the timeline of its trace. Lines of requests without a session (samples "
+        "of OpenAI's and Anthropic's clients, copies, imports) go so long after their outcome. Custom losses go with "
+        "the lines of their session. Usage and the audit log stay.",
     )
     stability_retention: float = Field(
         172800.0,

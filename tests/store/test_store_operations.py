@@ -192,13 +192,13 @@ async def test_expiry_hands_back_the_files_and_the_sweep_keeps_the_others(
     assert (record.body, record.result) == (refs["old"], result)
 
     later = now + timedelta(hours=1)
-    dropped = await store.write(lambda db: expire_results(db, later, later))
+    _, dropped = await store.write(lambda db: expire_results(db, later, later))
     assert set(dropped) == {refs["old"], result}
     await bodies.delete(dropped)
     assert await bodies.sweep(await store.read(body_names)) == 1
     assert isinstance(refs["kept"], BodyRef)
     assert [path.name for path in (data_dir / "bodies").iterdir()] == [refs["kept"].name]
-    assert await store.write(lambda db: expire_results(db, later, later)) == []
+    assert await store.write(lambda db: expire_results(db, later, later)) == (0, [])
 
 
 async def test_expiry_is_done_in_short_writes(store: Store, make: Make, now: datetime) -> None:

@@ -64,7 +64,7 @@ async def test_bodies_outlive_results_until_two_snapshots_cover_them(
     for seq_id in range(1, 7):
         await done(store, make, seq_id, kind="forward" if seq_id == 3 else "optim_step")
     later = now + timedelta(days=1)
-    assert await store.write(lambda db: expire_results(db, later, later)) == []
+    assert await store.write(lambda db: expire_results(db, later, later)) == (6, [])
     record = await store.read(lambda db: get_operation(db, make.project, "r1"))
     assert record is not None
     assert (record.state, record.result, record.body) == ("expired", None, b"body")
