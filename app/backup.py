@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from schemas.errors import AlreadyExists, InvalidRequest, Unavailable
+from store.added_models import FILE as ADDED_MODELS
 from store.artifact_place import PLACE_FILE, recorded_place
 from store.connections import database_path
-from store.files import fsync_file, fsync_folder
+from store.files import fsync_file, fsync_folder, read_private
 from store.read_only import (
     body_files,
     checkpoint_files,
@@ -30,9 +31,8 @@ from store.read_only import (
     unreadable,
 )
 
-SECRETS = ("pepper", "dev_key", "url_secret", "token_secret", "base_models.json")
-"""Keys of the server, without which API keys and addresses in the database mean nothing; and which base models were
-added."""
+SECRETS = ("pepper", "dev_key", "url_secret", "token_secret")
+"""Keys of the server, without which API keys and addresses in the database mean nothing."""
 PLACES = ("snapshots", "checkpoints", "bodies")
 """Folders of files that rows name."""
 ATTEMPTS = 20
@@ -125,7 +125,8 @@ class _Copy:
         """Copy until a copy of the database and the files that it names are there together.
 
         What a running server removes meanwhile is mostly kept by the links that were made before; should a file come
-        and go unseen, the database is copied again, and names it no more.
+        and go unseen, the database is copied again, and names it no more. So it is if base models come or go meanwhile:
+        runs in the copy of the database need those that were served at its moment.
         """
         for name in SECRETS:
             if (self.data_dir / name).is_file():
@@ -138,8 +139,12 @@ class _Copy:
         for _ in range(ATTEMPTS):
             for place in self.places:
                 self._bring(f"{place}/{name}" for name in _names(self.data_dir / place))
+            models = self._bring_added_models()
             self._copy_database()
             missing = self._complete()
+            if self._bring_added_models() != models:
+                self.tell("base models came or went meanwhile; copying the database again")
+                continue
             if not missing or missing == before:  # the same twice: the data folder itself lacks them
                 break
             before = missing
@@ -191,6 +196,13 @@ class _Copy:
                 if f"{place}/{path.name}" not in sizes:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         return {name for name, size in sizes.items() if _size(self.into / name) != size}
+
+    def _bring_added_models(self) -> bytes | None:
+        """Which base models were added, as of now; None if that was never told."""
+        target = self.into / ADDED_MODELS
+        target.unlink(missing_ok=True)
+        self._put(ADDED_MODELS, link=False)
+        return read_private(target)
 
     # -- files ---------------------------------------------------------------------------------------------------
     def _bring(self, names: Iterable[str]) -> None:

@@ -22,6 +22,9 @@ from store.tables import LimitCounter, Operation
 from store.usage import TokenKind
 
 BucketName = Literal["requests", "training", "sampling"]
+MOST_AHEAD = 60.0
+"""Seconds by which the clocks of servers on one database may differ. A time that lies further ahead was told by a clock
+that was wrong."""
 _NEWEST = 1 / 16
 """Weight of the newest sample in what a sequence is thought to draw."""
 
@@ -55,8 +58,10 @@ class Counters:
     def take(self, bucket: BucketName, amount: float, now: float, rate: float, burst: float) -> float:
         """Take an amount out of a bucket; returns the seconds until it will really have been there."""
         left = self.available(bucket, now, rate, burst) - amount
+        at = getattr(self, f"{bucket}_at")
         setattr(self, f"{bucket}_level", left)
-        setattr(self, f"{bucket}_at", max(now, getattr(self, f"{bucket}_at") or now))
+        # Else nothing would flow in until the time of a clock that was once far ahead.
+        setattr(self, f"{bucket}_at", now if at is None or at > now + MOST_AHEAD else max(now, at))
         return max(0.0, -left / rate)
 
 

@@ -24,6 +24,7 @@ from app.doctor import check_data_folder
 from app.settings import Settings
 from engines.checkpoint_files import folder_problems
 from schemas.errors import AlreadyExists, InvalidRequest, Unavailable
+from store.added_models import AddedModel, read_added, write_added
 from tests.support.api import Api, serving
 from tests.support.data_folder import LARGE, make_data_folder
 
@@ -216,4 +217,28 @@ def test_what_a_server_removes_between_two_looks_is_not_in_the_copy(
     monkeypatch.setattr(app.backup._Copy, "_copy_database", copy_database)
     done = back_up(source, tmp_path / "dest")
     assert (len(seen), done.missing, done.checkpoints) == (2, [], 2)
+    _healthy(tmp_path / "dest")
+
+
+def test_a_base_model_that_is_added_meanwhile_is_in_the_copy_with_its_runs(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(made, tmp_path / "source"))
+    write_added(source, [AddedModel("acme/first", None)])
+    both = [AddedModel("acme/first", None), AddedModel("acme/second", None)]
+    real = app.backup._Copy._copy_database
+    lines: list[str] = []
+    seen: list[int] = []
+
+    def copy_database(self: Any) -> None:
+        if not seen:
+            write_added(source, both)
+        real(self)
+        seen.append(1)
+
+    monkeypatch.setattr(app.backup._Copy, "_copy_database", copy_database)
+    done = back_up(source, tmp_path / "dest", tell=lines.append)
+    assert (len(seen), done.missing, read_added(tmp_path / "dest")) == (2, [], both)
+    assert any("base models came or went" in line for line in lines)
+    assert (tmp_path / "dest" / "base_models.json").stat().st_mode & 0o777 == 0o600
     _healthy(tmp_path / "dest")

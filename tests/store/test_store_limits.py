@@ -32,6 +32,17 @@ def test_a_bucket_fills_to_its_size_and_promises_what_it_does_not_have() -> None
     assert counters.available("sampling", 101.0, 1, 7) == 7
 
 
+def test_a_clock_that_was_ahead_once_starves_no_bucket() -> None:
+    counters = Counters(SUBJECT)
+    begin, day = 1_700_000_000.0, 86_400.0
+    counters.take("requests", 1, begin, 1.0, 60.0)
+    counters.take("requests", 1, begin + day, 1.0, 60.0)  # by a clock that was wrong
+    assert max(counters.take("requests", 1, begin + second, 1.0, 60.0) for second in range(1, 200)) == 0.0
+    counters.take("requests", 58, begin + 260, 1.0, 60.0)
+    counters.take("requests", 1, begin + 230, 1.0, 60.0)  # by the clock of another server, which is a little behind
+    assert counters.requests_at == begin + 260
+
+
 async def test_limits_are_set_replaced_lifted_and_cleared(store: Store, now: datetime) -> None:
     key = key_subject("k")
 
