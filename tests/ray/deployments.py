@@ -17,7 +17,7 @@ from tests.workers.harness import Client
 from workers.ray.sampler_client import SamplerClient
 from workers.ray.sampler_options import SamplerOptions
 from workers.ray.sampler_replica import Begun, LastWords, SampleRequest
-from workers.ray.samplers import DEPLOYMENT, most_ongoing, sampler_application
+from workers.ray.samplers import DEPLOYMENT, most_ongoing, replaced_within, sampler_application
 from workers.spec import WorkerSpec
 
 SLOW = WorkerSpec("toy", None, "unused", device="cpu", threads=1, max_sample_rows=4)
@@ -39,7 +39,7 @@ def deployed(spec: WorkerSpec, options: SamplerOptions) -> Iterator[str]:
 @asynccontextmanager
 async def client_of(name: str, spec: WorkerSpec) -> AsyncIterator[tuple[SamplerClient, Client]]:
     """A client of a deployment, and what submits to it."""
-    samplers = SamplerClient(spec.model, ahead=most_ongoing(spec))
+    samplers = SamplerClient(spec.model, ahead=most_ongoing(spec), patience=replaced_within(ONE))
     samplers.connect(serve.get_app_handle(name))
     client = Client(samplers)
     try:

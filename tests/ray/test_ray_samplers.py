@@ -31,6 +31,7 @@ from tests.support.inline_group import InlineWorkerGroup
 from tests.support.tiny_model import make_tiny_model
 from tests.workers.harness import Client, process_exists, running, sample, until, value
 from tests.workers.test_real_process import overfit
+from workers.ray.sampler_options import SamplerOptions
 from workers.spec import WorkerSpec
 
 pytestmark = pytest.mark.exhaustive
@@ -191,7 +192,8 @@ async def test_a_killed_replica_has_its_samples_run_again_and_streams_go_on(tool
 async def test_a_replica_whose_worker_cannot_be_brought_back_is_replaced(tools: ModuleType, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     spec = replace(tools.SLOW, source=str(broken))
-    with tools.deployed(spec, tools.ONE) as name:
+    as_served = replace(tools.ONE, health_period=SamplerOptions().health_period)  # it is asked again for 9 to 16 s
+    with tools.deployed(spec, as_served) as name:
         async with tools.client_of(name, spec) as (_, client):
             told: list[int] = []
             outcome = client.submit(sample(1, tokens=100), progress=lambda delta: told.extend(delta.tokens.tolist()))

@@ -2,7 +2,8 @@
 
 It has the part of the runtime's surface that sampling uses, so that whoever holds tickets cannot tell the two apart.
 Samples wait here, without their prompts, in fair shares between projects; only as many are handed to Serve as may begin
-soon. A sample whose replica dies runs again on another one, with the same seed, and its stream goes on where it was.
+soon. A sample whose replica dies runs again on another one, with the same seed, and its stream goes on where it was. So
+does one that a replica gives back, which waits for that replica to be replaced.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ from ray.exceptions import (
 )
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 
-from schemas.errors import Cancelled, EngineFailure, TinsmithError, Unavailable, WorkerDied
+from schemas.errors import Cancelled, EngineFailure, NotNow, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Sample, SampleDelta, SampleResult, SampleStats
 from workers.ray.sampler_replica import Begun, GivenBack, LastWords, SampleRequest
 from workers.reruns import MAX_RERUNS, seeded, unheard
@@ -51,7 +53,8 @@ _UNBEGUN_SECONDS = 1.0
 _TELLING_SECONDS = 60.0
 """For the way there; the process through which replicas tell it may just be starting."""
 _PAUSE_SECONDS = 5.0
-"""Before a sample is sent again that a replica gave back; Serve replaces it meanwhile."""
+"""Before a sample is sent again that a replica gave back. Serve goes on sending to that replica until it has looked at
+it three times, so the next attempts may be given back as well; they cost next to nothing."""
 
 
 @dataclass(slots=True)
@@ -62,8 +65,34 @@ class _Drawing:
     sequences: int
     prompt: int
     """Tokens."""
+    runs: int
+    """How often it was sent to a replica, so that each request has an id of its own."""
     response: Any = None
     """Serve's stream of the run that is under way."""
+    limit: asyncio.Timeout | None = None
+    """Of that run, until it has begun."""
+    given_back: float | None = None
+    """When a replica gave it back; None when it has begun on another one, or was never given back."""
+    waited: float = 0.0
+    """Seconds from being given back to beginning anew, of earlier times."""
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """It need not pause any longer: nobody wants it."""
+
+    def give_back(self, now: float) -> None:
+        """A replica gave it back: it waits for another one from now on, if it did not already."""
+        if self.given_back is None:
+            self.given_back = now
+
+    def begin(self, now: float) -> None:
+        """It runs: it waits for no other replica, and may take as long as it likes."""
+        self.waited, self.given_back = self.waited_until(now), None
+        if self.limit is not None:
+            self.limit.reschedule(None)
+
+    def waited_until(self, now: float) -> float:
+        """Seconds for which it has waited for replicas to be replaced, all times together: were each time counted
+        alone, a sample that ends every worker could run for ever."""
+        return self.waited + (0.0 if self.given_back is None else now - self.given_back)
 
 
 class SamplerClient:
@@ -74,10 +103,25 @@ class SamplerClient:
         ahead: samples that are handed to Serve and have not begun, at most: enough that replicas have their next ones,
             and that Serve sees when more replicas are needed; few enough that the order is decided here. Take
             `most_ongoing`.
+        patience: seconds for which a sample waits for the replica to be replaced that gave it back. Take
+            `replaced_within`.
+        pause: seconds before such a sample is sent again.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, name: str, *, ahead: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        ahead: int,
+        patience: float,
+        pause: float = _PAUSE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
+        self._patience = patience
+        self._pause = pause
+        self._clock = clock
         self._handle: Any = None
         self._last_words: Any = None
         self._failure: TinsmithError | None = None
@@ -85,6 +129,8 @@ class SamplerClient:
         self._desk = Desk(UnderWay().answering)
         self._line = SampleLine()
         self._drawing: dict[Entry, _Drawing] = {}
+        self._unread: dict[Entry, None] = {}
+        """Samples that cannot be read back now; not in line."""
         self._wake = asyncio.Event()
         """There may be something to hand over."""
         self._ended = asyncio.Event()
@@ -99,7 +145,7 @@ class SamplerClient:
         self._handle = handle.options(stream=True, method_name="sample")
         if self._last_words is None:
             self._last_words = ray.remote(LastWords).options(num_cpus=0, max_restarts=-1).remote()
-        self._meter.begin(time.monotonic())
+        self._meter.begin(self._clock())
         self._wake.set()
 
     def fail(self, error: TinsmithError) -> None:
@@ -135,12 +181,14 @@ class SamplerClient:
         if entry is None or entry.unwanted:
             return
         entry.unwanted = True
-        if entry in self._drawing:
-            response = self._drawing[entry].response
-            if response is not None:
-                response.cancel()
+        drawing = self._drawing.get(entry)
+        if drawing is not None:
+            drawing.cancelled.set()
+            if drawing.response is not None:
+                drawing.response.cancel()
             return
         self._line.discard(entry)
+        self._unread.pop(entry, None)
         self._desk.finish(entry, Cancelled())
         self._ended.set()
 
@@ -151,26 +199,43 @@ class SamplerClient:
             return QueueState("active")
         if entry.running:
             return QueueState("active", "running")
-        if entry in self._drawing:
+        if entry.unread is not None:
+            return QueueState("paused_capacity", entry.unread)
+        drawing = self._drawing.get(entry)
+        if drawing is not None and drawing.given_back is not None:
+            seconds = self._clock() - drawing.given_back
+            return QueueState(
+                "paused_capacity", f"its sampling replica has failed and is being replaced ({seconds:.0f} s)"
+            )
+        if drawing is not None:
             return QueueState("active", "waiting for a sampling replica that has room")
         return QueueState("active", self._line.reason(entry))
 
     def samples_waiting(self, project_id: str) -> int:
         """How many samples of a project wait here to be handed to a replica."""
-        return self._line.waiting(project_id)
+        unread = sum(entry.ticket.project_id == project_id for entry in self._unread)
+        return self._line.waiting(project_id) + unread
 
     def throughput(self) -> Throughput:
         """Tokens that were read and drawn for this client, as samples ended. What prompts found in caches and what the
         replicas' time went into only they know."""
-        return self._meter.read(time.monotonic(), 0.0)
+        return self._meter.read(self._clock(), 0.0)
 
     def load(self) -> Load:
         """What there is to do now."""
         return Load(training=0, samples=self._desk.waiting(training=False), adapters=0)
 
     async def stop(self, grace: float) -> None:
-        """Refuse new samples, finish those that were taken within `grace` seconds, fail the rest with `Unavailable`."""
+        """Refuse new samples, finish those that were taken within `grace` seconds, fail the rest with `Unavailable`.
+
+        What a replica gives back is among the rest at once: a new replica takes longer to come than a stop should, and
+        what was not answered is in the log.
+        """
         self._stopping = True
+        for entry, drawing in self._drawing.items():
+            if drawing.given_back is not None:
+                self._desk.finish(entry, _shutting_down())
+                drawing.task.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while self._drawing or self._desk.waiting(training=False):
@@ -198,11 +263,15 @@ class SamplerClient:
         return self._handle is not None and not_begun < self._ahead
 
     async def _take(self, entry: Entry) -> None:
-        """Read a sample and hand it to Serve; one that cannot be read is answered."""
+        """Read a sample and hand it to Serve; one that cannot be read is answered, or put off if that may pass."""
         try:
             sample = await entry.load()
             if not isinstance(sample, Sample):
                 raise EngineFailure(f"a sampler has no operation {type(sample).__name__}")
+        except NotNow as error:
+            if not entry.over:
+                self._put_off(entry, error)
+            return
         except TinsmithError as error:
             self._line.discard(entry)
             self._desk.finish(entry, error)
@@ -214,8 +283,19 @@ class SamplerClient:
         self._line.take(entry, prompt=len(sample.prompt), sequences=sample.num_samples, most=most)
         entry.unload()
         task = asyncio.create_task(self._draw(entry, seeded(sample, entry.ticket.request_id)))
-        self._drawing[entry] = _Drawing(task, sample.num_samples, len(sample.prompt))
+        self._drawing[entry] = _Drawing(task, sample.num_samples, len(sample.prompt), runs=entry.attempts)
         task.add_done_callback(partial(self._end, entry))
+
+    def _put_off(self, entry: Entry, error: NotNow) -> None:
+        """It cannot be read back now: it leaves the line for a while, so that it holds up no other."""
+        entry.put_off(error, partial(self._take_up, entry))
+        self._line.discard(entry)
+        self._unread[entry] = None
+
+    def _take_up(self, entry: Entry) -> None:
+        del self._unread[entry]
+        self._line.add_first(entry)
+        self._wake.set()
 
     # -- one sample ------------------------------------------------------------------------------------------------
     async def _draw(self, entry: Entry, sample: Sample) -> SampleResult | TinsmithError:
@@ -243,26 +323,33 @@ class SamplerClient:
         self._line.end(entry, sequences=drawing.sequences, drawn=drawn, whole=whole)
         if drawn is not None:
             stats = SampleStats(prompt_tokens=prompt, drawn_tokens=drawn)
-            self._meter.add_sampling(stats, busy=0.0, now=time.monotonic())
+            self._meter.add_sampling(stats, busy=0.0, now=self._clock())
         if outcome is not None:
             self._desk.finish(entry, outcome)
         self._wake.set()
         self._ended.set()
 
     async def _attempt(self, entry: Entry, sample: Sample) -> SampleResult | TinsmithError | None:
-        """The outcome of a run; None if the replica was lost and the sample is to run again."""
+        """The outcome of a run; None if the replica was lost, or gave the sample back, and it is to run again."""
+        drawing = self._drawing[entry]
         request = SampleRequest(
-            f"{entry.ticket.request_id}.{entry.attempts}",
+            f"{entry.ticket.request_id}.{drawing.runs}",
             entry.ticket.project_id,
             sample,
             stream=entry.ticket.progress is not None,
             last_words=self._last_words,
         )
         response = self._handle.options(multiplexed_model_id=_adapter_key(sample)).remote(request)
-        self._drawing[entry].response = response
+        drawing.response = response
+        drawing.runs += 1
         last: SampleResult | TinsmithError | GivenBack | None = None
         try:
-            last = await self._follow(entry, response)
+            async with asyncio.timeout(self._time_left(drawing)) as drawing.limit:
+                last = await self._follow(entry, response)
+        except TimeoutError:
+            if drawing.limit is None or not drawing.limit.expired():
+                raise  # Ray's own
+            return self._no_replica(drawing)
         except _LOST as error:
             _log.warning("the replica of sample %s is lost: %s", entry.ticket.request_id, type(error).__name__)
             return self._run_again(entry)
@@ -279,8 +366,7 @@ class SamplerClient:
             if last is None:
                 response.cancel()
         if isinstance(last, GivenBack):
-            await asyncio.sleep(_PAUSE_SECONDS)
-            return self._run_again(entry)
+            return await self._wait_for_another(entry, drawing)
         return last or EngineFailure("the replica gave no result for this sample")
 
     async def _cut_off(self, entry: Entry, request_id: str) -> SampleResult | TinsmithError:
@@ -310,6 +396,7 @@ class SamplerClient:
     def _begin(self, entry: Entry) -> None:
         if not entry.running:
             self._wake.set()
+        self._drawing[entry].begin(self._clock())
         entry.start()
 
     def _run_again(self, entry: Entry) -> WorkerDied | None:
@@ -329,6 +416,46 @@ class SamplerClient:
             progress(new)
         except Exception:
             _log.exception("the progress of request %s cannot be told", entry.ticket.request_id)
+
+    # -- a replica that gave a sample back -------------------------------------------------------------------------
+    def _time_left(self, drawing: _Drawing) -> float | None:
+        """Seconds in which a run must begin; None if it may wait for as long as others have the room."""
+        if drawing.given_back is None:
+            return None
+        return max(0.0, self._patience - drawing.waited_until(self._clock()))
+
+    async def _wait_for_another(self, entry: Entry, drawing: _Drawing) -> TinsmithError | None:
+        """Pause before a sample that was given back is sent again; an error if that is of no use any more.
+
+        That a replica cannot bring its worker back says nothing of the samples which it had or was sent, so it does not
+        count among the deaths of a sample: while Serve has not noticed, each attempt would count.
+        """
+        if drawing.given_back is None:
+            _log.warning("sample %s is given back by its replica, which has failed", entry.ticket.request_id)
+        entry.running = False
+        drawing.give_back(self._clock())
+        if self._stopping:
+            return _shutting_down()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(self._pause, self._time_left(drawing) or 0.0)):
+                await drawing.cancelled.wait()
+        return self._overdue() if self._time_left(drawing) == 0.0 else None
+
+    def _no_replica(self, drawing: _Drawing) -> Unavailable | None:
+        """The outcome of a sample that was given back and that no replica has begun in time; None if it waits anew, for
+        replicas that draw other samples are there, and only full."""
+        if not any(other.running for other in self._drawing):
+            return self._overdue()
+        drawing.given_back, drawing.waited = self._clock(), 0.0
+        return None
+
+    def _overdue(self) -> Unavailable:
+        return Unavailable(
+            f"the sampling replica that had this sample has failed, and base model {self.name!r} has had no other one "
+            f"for it in {self._patience:.0f} s",
+            hint="ask for it again later; on the cluster, `serve status` and the replica's log say why none starts",
+            code="base_model_unavailable",
+        )
 
 
 def _adapter_key(sample: Sample) -> str:

@@ -18,7 +18,14 @@ from workers.ray.application import DEPLOY_SECONDS, ServeApplication, applicatio
 from workers.ray.placement import shortage
 from workers.ray.sampler_client import SamplerClient
 from workers.ray.sampler_options import SamplerOptions
-from workers.ray.samplers import DEPLOYMENT, most_ongoing, rollout_spec, sampler_application, sampler_bundle
+from workers.ray.samplers import (
+    DEPLOYMENT,
+    most_ongoing,
+    replaced_within,
+    rollout_spec,
+    sampler_application,
+    sampler_bundle,
+)
 from workers.runtime import Load, State
 from workers.spec import WorkerSpec
 from workers.throughput import Throughput
@@ -56,7 +63,7 @@ class SamplerFleet:
             shortage=lambda: shortage(spec.model, options.min_replicas, sampler_bundle(spec, options), DEPLOY_SECONDS),
             patience=DEPLOY_SECONDS + options.start_timeout,
         )
-        self._client = SamplerClient(spec.model, ahead=most_ongoing(spec))
+        self._client = SamplerClient(spec.model, ahead=most_ongoing(spec), patience=replaced_within(options))
         self._began = time.monotonic()
         self._running: asyncio.Task[None] | None = None
 

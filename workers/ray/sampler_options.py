@@ -22,7 +22,7 @@ class SamplerOptions:
         start_timeout: seconds in which a replica must have loaded the base model.
         turn_timeout: seconds after which a turn of sampling counts as hung, and its process is replaced; None = never.
         drain_timeout: seconds that a replica which is removed gets to finish its samples; the rest run elsewhere.
-        health_period: seconds between two looks at a replica.
+        health_period: seconds between two looks at a replica; it is replaced after three at which it has failed.
         builder: of the worker in each replica (`WorkerSpec.builder`).
         decode_slice, restart_limit: of the runtime in each replica (`ModelRuntime`).
     """

@@ -47,7 +47,8 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    """The worker of this replica cannot be brought back: the sample is to run on another one."""
+    """The worker of this replica cannot be brought back: the sample is to run on another one. It is also what a replica
+    says that is asked again before Serve has replaced it."""
 
 
 Item = Begun | SampleDelta | SampleResult | TinsmithError | GivenBack

@@ -14,6 +14,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
+from workers.ray.application import DEPLOY_SECONDS
 from workers.ray.placement import node_environment, rank_bundle
 from workers.ray.sampler_options import SamplerOptions
 from workers.ray.sampler_replica import SamplerReplica
@@ -22,11 +23,21 @@ from workers.spec import WorkerSpec
 
 DEPLOYMENT = "sampler"
 """Its name within the application."""
+_FAILED_CHECKS = 3
+"""Looks in a row at which a replica has failed until Serve replaces it; Serve has no setting for it."""
 
 
 def most_ongoing(spec: WorkerSpec) -> int:
     """Samples that a replica has at once: one for each row that it draws, and the next few, so that no row waits."""
     return spec.max_sample_rows + READY_INSIDE
+
+
+def replaced_within(options: SamplerOptions) -> float:
+    """Seconds in which Serve replaces a replica whose worker cannot be brought back, if it can at all: until it has
+    noticed (up to a period passes before its first look), the old one has gone, a process has a place, and the base
+    model is loaded. Each is its own bound, so a replica that may still come is not given up."""
+    noticed = (_FAILED_CHECKS + 1) * options.health_period
+    return noticed + options.drain_timeout + DEPLOY_SECONDS + options.start_timeout
 
 
 def sampler_bundle(spec: WorkerSpec, options: SamplerOptions) -> dict[str, float]:
