@@ -95,7 +95,8 @@ class BaseEngine(ABC):
     def restore_adapter(self, adapter_id: str, path: Path, sha256: str) -> None:
         """A new adapter from a file of `snapshot_adapter`, bit for bit as it was.
 
-        Raises `ModelLost` if the file is missing or does not have this checksum, `AlreadyExists`, `OutOfMemory`.
+        Raises `ModelLost` if the file is missing or does not have this checksum, `NotNow` if it cannot be read for the
+        moment, `AlreadyExists`, `OutOfMemory`.
         """
 
     # -- the split primitives -----------------------------------------------------------------------------------

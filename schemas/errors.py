@@ -159,6 +159,15 @@ class Unavailable(TinsmithError):
     status, category, default_code = 503, "server", "unavailable"
 
 
+class NotNow(Unavailable):
+    """What is needed cannot be read for the moment: the disk, the database or the object storage did not answer (503).
+
+    Nothing is lost. Whoever has accepted work tries it again later, and fails nothing over it.
+    """
+
+    default_code = "storage_unavailable"
+
+
 class TooManyRequests(TinsmithError):
     """Too much of a project waits already (429). Never for what will not pass: the SDK sends a sample again until it is
     taken, and other requests for minutes."""

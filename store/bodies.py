@@ -7,6 +7,7 @@ generated names and durable before the row that names them. Not responsible for 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 import re
@@ -15,12 +16,16 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
-from schemas.errors import NotFound, TinsmithError, Unavailable
+from schemas.errors import NotFound, NotNow, TinsmithError, Unavailable
 from store.files import fsync_folder, is_older, make_private_folder, write_new
 from store.records import Body, BodyRef
 
 INLINE_LIMIT = 64 * 1024
 """Bytes up to which a body is kept in its row."""
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""What says that a file is not there, or something else (a folder, a link) in its place. All else may pass."""
+_PAUSES = (0.1, 0.3, 1.0, 3.0)
+"""Seconds between the tries of `get_patiently`."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}\.(?:request|result)\.[0-9a-f]{32}")
 
@@ -66,6 +71,7 @@ class Bodies:
 
         Raises:
             NotFound: its file is gone.
+            NotNow: it cannot be read for the moment.
             TinsmithError: its file is damaged.
         """
         if isinstance(body, bytes):
@@ -73,6 +79,15 @@ class Bodies:
         path = self._path(body.name)
         async with self._slots:
             return await asyncio.to_thread(self._read, path, body)
+
+    async def get_patiently(self, body: Body) -> bytes:
+        """As `get`, tried a few times if it cannot be read for the moment: none should fail over that at start."""
+        for pause in _PAUSES:
+            try:
+                return await self.get(body)
+            except NotNow:
+                await asyncio.sleep(pause)
+        return await self.get(body)
 
     async def delete(self, refs: Iterable[Body]) -> None:
         """Remove the files among these bodies; inline ones and files that are gone already are passed over."""
@@ -105,11 +120,12 @@ class Bodies:
 
     def _read(self, path: Path, ref: BodyRef) -> bytes:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                data = file.read(ref.size + 1)
         except OSError as error:
-            raise NotFound("this body does not exist any more") from error
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(ref.size + 1)
+            if error.errno in _GONE:
+                raise NotFound("this body does not exist any more") from error
+            raise NotNow(f"a stored body cannot be read now ({error.strerror or 'input/output error'})") from error
         if len(data) != ref.size or hashlib.sha256(data).hexdigest() != ref.sha256:
             raise TinsmithError("a stored body is damaged", code="damaged_body")
         return data

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from schemas.errors import ModelLost, TinsmithError, WorkerDied, is_adapters_busy
+from schemas.errors import ModelLost, NotNow, OutOfMemory, TinsmithError, Unavailable, WorkerDied
 from schemas.fail_points import fail_point
 from schemas.operations import CreateModel, LoadWeights, Operation, OperationResult, SavedSnapshot
 from workers.adapters import WorkerCall, create_adapter
@@ -31,7 +31,8 @@ MAX_SERVER_DEATHS = 3
 CREATION = 0
 """The seq_id of what makes a model."""
 _RETRY_SECONDS = 1.0
-"""Pause before the log is asked again that could not be read."""
+"""Pause before the first new try after something that passes; it doubles with each, up to `_LONGEST_RETRY`."""
+_LONGEST_RETRY = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,13 @@ class History(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A model that may go on: what runs next, in order, and whether its adapter is on the worker."""
+    """A model that may go on: what runs next, in order, whether its adapter is on the worker, and the last seq_id that
+    is in its state."""
 
     project_id: str
     entries: list[Entry]
     created: bool
+    applied_seq: int
 
 
 @dataclass(slots=True)
@@ -115,6 +118,12 @@ class _Recovering:
     deaths: int = 0
     """How often this was broken off."""
     not_before: float = 0.0
+    pause: float = field(default_factory=lambda: _RETRY_SECONDS)
+    """Seconds until the next try, should this one come to nothing."""
+    passed_over: bool = False
+    """Whether a snapshot could not be read at the last try, and may be later."""
+    obstacle: str | None = None
+    """What keeps it from being read back now, for people."""
 
 
 class Recovery:
@@ -205,6 +214,9 @@ class Recovery:
         if record is None:
             return None
         if not record.restored:
+            if record.obstacle is not None:
+                seconds = max(0.0, record.not_before - self._clock())
+                return f"{RECOVERING}: not possible now, tried again in {seconds:.0f} s: {record.obstacle}"
             return f"{RECOVERING}: the state of this model is about to be read back"
         operations = "operation" if record.total == 1 else "operations"
         verb = "is" if record.total == 1 else "are"
@@ -223,8 +235,7 @@ class Recovery:
         except ModelLost:
             raise
         except TinsmithError as error:
-            _log.warning("the log of model %s cannot be read now: %s", model_id, error.message)
-            record.not_before = self._clock() + _RETRY_SECONDS
+            self.put_off(model_id, error)
             return None
         created = not any(entry.seq_id == CREATION and not entry.over for entry in record.cut_off)
         try:
@@ -232,40 +243,80 @@ class Recovery:
         except (WorkerDied, ModelLost):
             raise
         except TinsmithError as error:
-            record.deaths += not is_adapters_busy(error)  # memory comes free when others have ended
+            record.deaths += not passes(error)
             if error.category == "user" or record.deaths > MAX_DEATHS:
                 raise lost(model_id, error.message) from error
-            record.not_before = self._clock() + _RETRY_SECONDS
+            self.put_off(model_id, error)
             return None
         after = [old for old in past.operations if old.seq_id > applied_seq]
         if any(old.deaths >= self._death_limit for old in after):
             raise lost(model_id, "the server died each time that it executed one of its operations again")
         replays = [self._replay(model_id, past, old) for old in after]
         cut_off = [entry for entry in record.cut_off if not entry.over]
-        record.cut_off, record.restored = [], True
+        record.cut_off, record.restored, record.obstacle = [], True, None
         record.total, record.done = len(replays), 0
         if model_id in self._due:
             self._due.remove(model_id)
         _log.info("model %s: back at operation %d, %d are executed again", model_id, applied_seq, len(replays))
         if not replays:
             self._models.pop(model_id, None)
-        return Restored(past.project_id, sorted([*replays, *cut_off], key=lambda entry: entry.seq_id), created)
+        entries = sorted([*replays, *cut_off], key=lambda entry: entry.seq_id)
+        return Restored(past.project_id, entries, created, applied_seq)
+
+    def put_off(self, model_id: str, error: TinsmithError) -> None:
+        """Bringing a model back is not possible now: it is tried again after a pause that grows."""
+        record = self._models.get(model_id)
+        if record is None:  # its session has ended meanwhile
+            return
+        _log.warning("model %s cannot be brought back now: %s", model_id, error.message)
+        record.obstacle, record.not_before = error.message, self._clock() + record.pause
+        record.pause = min(2 * record.pause, _LONGEST_RETRY)
+
+    def waits_for_a_snapshot(self, model_id: str) -> bool:
+        """Whether a snapshot of a model was passed over that may be readable later: what fails on another way back says
+        nothing of the model."""
+        record = self._models.get(model_id)
+        return record is not None and record.passed_over
 
     async def _restore_state(self, model_id: str, past: Past) -> int:
-        """Restore the newest snapshot that can be used, or create the model anew; returns the last seq_id in it."""
+        """Restore the newest snapshot that can be used, or create the model anew; returns the last seq_id in it.
+
+        One that is damaged is forgotten. One that cannot be read now may be whole: it stays, and if nothing else leads
+        back, it is waited for (`NotNow`).
+        """
+        unread: NotNow | None = None
+        self._note_passed_over(model_id, False)
         for snapshot in past.snapshots:
             if snapshot.applied_seq < past.collected_seq:
                 break
             try:
                 await self._call("restore_snapshot", model_id, snapshot.path, snapshot.sha256)
-            except WorkerDied:
-                raise
+            except NotNow as error:
+                _log.warning("a snapshot of model %s is passed over: %s", model_id, error.message)
+                unread = unread or error
+                self._note_passed_over(model_id, True)
             except ModelLost:
                 _log.error("a snapshot of model %s is damaged; the one before is used", model_id)
                 await self._history.drop_snapshot(snapshot.path)
-                continue
-            fail_point("restore.done")
-            return snapshot.applied_seq
+            else:
+                fail_point("restore.done")
+                return snapshot.applied_seq
+            await self._call("remove_adapter", model_id)  # of several ranks, some may have read it
+        try:
+            return await self._create_anew(model_id, past)
+        except WorkerDied:
+            raise
+        except TinsmithError as error:
+            if unread is None:
+                raise
+            raise unread from error
+
+    def _note_passed_over(self, model_id: str, passed_over: bool) -> None:
+        record = self._models.get(model_id)
+        if record is not None:
+            record.passed_over = passed_over
+
+    async def _create_anew(self, model_id: str, past: Past) -> int:
         if past.collected_seq >= 0:
             raise lost(model_id, "no snapshot of it is intact")
         creation = await past.creation()
@@ -307,6 +358,11 @@ class Recovery:
         elif record.done >= record.total:
             del self._models[model_id]
             _log.info("model %s is back: %d operations were executed again", model_id, record.total)
+
+
+def passes(error: TinsmithError) -> bool:
+    """Whether an error says nothing of the model: memory, disk or database are short or away, and not for ever."""
+    return isinstance(error, OutOfMemory | Unavailable)
 
 
 def lost(model_id: str, reason: str) -> ModelLost:

@@ -21,7 +21,7 @@ from workers.recovery import MAX_SERVER_DEATHS, RECOVERING, History
 from workers.sampling_lane import SamplingLane
 from workers.snapshots import SnapshotPolicy
 from workers.throughput import Throughput, ThroughputMeter
-from workers.tickets import Desk, Entry, QueueState, Ticket
+from workers.tickets import UNREAD, Desk, Entry, QueueState, Ticket
 from workers.training_lane import TrainingLane
 from workers.under_way import UnderWay
 
@@ -118,6 +118,7 @@ class ModelRuntime:
             tell_lost=self._tell_lost,
             death_limit=death_limit,
             clock=clock,
+            wake=self._wake_up,
         )
         self._sampling = SamplingLane(
             self._desk,
@@ -127,6 +128,7 @@ class ModelRuntime:
             steps=decode_slice,
             context_length=lambda: self.info.context_length if self.info is not None else 0,
             clock=clock,
+            wake=self._wake_up,
         )
         self._owed = 0.0
         """Seconds of the worker that sampling is behind training; negative if it is ahead."""
@@ -218,9 +220,11 @@ class ModelRuntime:
         if entry is None:
             return QueueState("active")
         if entry.ticket.model_id is None:
+            if entry.unread is not None:
+                return QueueState("paused_capacity", entry.unread)
             return QueueState("active", "running" if entry.running else self._sampling.reason(entry))
         reason = self._training.reason(entry)
-        return QueueState("paused_capacity" if reason.startswith(RECOVERING) else "active", reason)
+        return QueueState("paused_capacity" if reason.startswith((RECOVERING, UNREAD)) else "active", reason)
 
     def samples_waiting(self, project_id: str) -> int:
         """How many samples of a project wait to be handed to the worker."""
@@ -324,6 +328,9 @@ class ModelRuntime:
         return value
 
     # -- death -----------------------------------------------------------------------------------------------------
+    def _wake_up(self) -> None:
+        self._wake.set()
+
     def _note_death(self, error: TinsmithError) -> None:
         self._death = error
         self._wake.set()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from schemas.errors import Cancelled, EngineFailure, TinsmithError, WorkerDied
+from schemas.errors import Cancelled, EngineFailure, NotNow, TinsmithError, WorkerDied
 from schemas.operations import (
     Sample,
     SampleDelta,
@@ -61,6 +62,7 @@ class SamplingLane:
         steps: the least number of steps of a turn.
         context_length: that of the base model, once it is known.
         clock: monotonic seconds.
+        wake: told that there is something to do that nobody else told.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class SamplingLane:
         steps: int,
         context_length: Callable[[], int],
         clock: Callable[[], float],
+        wake: Callable[[], None],
     ) -> None:
         self._desk = desk
+        self._wake = wake
         self._call = call
         self._meter = meter
         self._max_rows = max_rows
@@ -87,6 +91,8 @@ class SamplingLane:
         """Samples that the worker is to forget: nobody wants them any more, or a turn with them failed."""
         self._load = SamplerLoad()
         """What the worker said last."""
+        self._put_off: dict[Entry, None] = {}
+        """Waiting samples that could not be read back lately; not in the line."""
         self._ahead: dict[Entry, None] = {}
         """Waiting samples that are in memory or being read."""
 
@@ -111,13 +117,15 @@ class SamplingLane:
         if running is not None and running.handed:
             self._cancelled[request_id] = None
             return
+        self._put_off.pop(entry, None)
         if not self._line.discard(entry):
             self._drop(request_id)
         self._desk.finish(entry, Cancelled())
 
     def waiting(self, project_id: str) -> int:
         """How many samples of a project wait here; those that the worker has do not count."""
-        return self._line.waiting(project_id)
+        put_off = sum(entry.ticket.project_id == project_id for entry in self._put_off)
+        return self._line.waiting(project_id) + put_off
 
     def reason(self, entry: Entry) -> str:
         """Why a waiting entry does not run, for people."""
@@ -154,6 +162,12 @@ class SamplingLane:
         self._load = result.load
         self._settle(result, cancelled)
         return True
+
+    def _take_up(self, entry: Entry) -> None:
+        """A sample can be read back that could not be."""
+        del self._put_off[entry]
+        self._line.add_first(entry)
+        self._wake()
 
     def _length(self, idle: bool, seconds: float) -> tuple[int, float]:
         """The least number of steps and seconds of a turn.
@@ -221,13 +235,18 @@ class SamplingLane:
         return max(0, self._context_length() - len(sample.prompt)) if wanted is None else wanted
 
     async def _read(self, entry: Entry) -> Sample | None:
-        """The sample of an entry; None if it cannot be read (it is answered then) or was cancelled meanwhile."""
+        """The sample of an entry; None if it cannot be read (it is answered then, or put off if that may pass) or was
+        cancelled meanwhile."""
         try:
             operation = await entry.load()
             if not isinstance(operation, Sample):
                 raise EngineFailure(f"a sampler has no operation {type(operation).__name__}")
             if not entry.over:
                 return operation
+        except NotNow as error:
+            if not entry.over:
+                entry.put_off(error, partial(self._take_up, entry))
+                self._put_off[entry] = None
         except TinsmithError as error:
             self._desk.finish(entry, error)
         self._line.discard(entry)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from schemas.errors import ModelLost, TinsmithError, WorkerDied
 from workers.adapters import Adapters, WorkerCall
 from workers.models import Models
-from workers.recovery import MAX_DEATHS, History, Recovery, lost
+from workers.recovery import MAX_DEATHS, History, Recovery, lost, passes
 from workers.scheduler import TrainingLine
 from workers.snapshots import Snapshots
 from workers.tickets import Desk, Entry
@@ -185,6 +185,8 @@ class Setbacks:
             self._adapters.free(model_id)
         elif restored is not None:
             model.live = restored.created
+            if self._snapshots is not None and restored.created:
+                self._snapshots.note(model_id, restored.applied_seq, 0, changed=False)
             self._line.put_first(model_id, restored.project_id, restored.entries)
         return True
 
@@ -192,8 +194,12 @@ class Setbacks:
         """An operation that had succeeded failed when it was executed again: from the beginning, or not at all."""
         if not self._models.is_live(model_id):  # it could not even be created
             return
-        if not self.set_back(model_id, self._turns.close(model_id), died=True):
+        assert self._recovery is not None
+        passing = passes(error) or self._recovery.waits_for_a_snapshot(model_id)
+        if not self.set_back(model_id, self._turns.close(model_id), died=not passing):
             self._give_up(model_id, error)
+        elif passing:
+            self._recovery.put_off(model_id, error)
 
     # -- no way back -----------------------------------------------------------------------------------------------
     def _give_up(self, model_id: str, error: TinsmithError) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from schemas.errors import TinsmithError
+from schemas.errors import NotNow, TinsmithError
 from schemas.operations import Operation, OperationResult, SampleDelta
 from workers.faults import to_tinsmith_error
 from workers.reruns import unheeded
@@ -78,6 +78,13 @@ class QueueState:
     reason: str | None = None
 
 
+UNREAD = "this request cannot be read back now and is tried again"
+"""How the reason begins of an operation that waits for the disk or the database."""
+_FIRST_PAUSE = 0.25
+"""Seconds before a request is read again that could not be; it doubles with each try, up to `_LONGEST_PAUSE`."""
+_LONGEST_PAUSE = 10.0
+
+
 @dataclass(eq=False, slots=True)
 class Entry:
     """A ticket inside the runtime."""
@@ -95,6 +102,9 @@ class Entry:
     """It was cancelled, and ends as soon as what it took is known."""
     told: dict[int, int] = field(default_factory=dict)
     """Of a sample that streams: sequence -> how many of its tokens `progress` has had."""
+    unread: str | None = None
+    """Why it cannot be read back now, for people: that is tried beside other work until it can."""
+    _trying: asyncio.Task[None] | None = None
     _loading: asyncio.Future[Operation] | None = None
 
     def __post_init__(self) -> None:
@@ -116,7 +126,7 @@ class Entry:
             self._loading = asyncio.ensure_future(self.ticket.load())
 
     async def load(self) -> Operation:
-        """The operation; raises a `TinsmithError` if it cannot be read back."""
+        """The operation; raises a `TinsmithError` if it cannot be read back: `NotNow` if that may pass."""
         self.prefetch()
         assert self._loading is not None
         try:
@@ -124,9 +134,35 @@ class Entry:
         except Exception as error:
             raise to_tinsmith_error(error, "reading the request back") from None
 
+    def put_off(self, error: NotNow, ready: Callable[[], None]) -> None:
+        """It cannot be read back now, and nothing accepted fails over that: it is tried beside other work, for a try
+        may take long to fail, until it can be read. Then `ready` is told, and it is loaded in its turn like all."""
+        self.unload()
+        self.running = False
+        self.unread = f"{UNREAD}: {error.message}"
+        self._trying = asyncio.ensure_future(self._try(ready))
+
+    async def _try(self, ready: Callable[[], None]) -> None:
+        mine, pause = asyncio.current_task(), _FIRST_PAUSE
+        while self._trying is mine:
+            await asyncio.sleep(pause)
+            try:
+                await self.ticket.load()
+            except NotNow as error:
+                if self._trying is mine:
+                    self.unread = f"{UNREAD}: {error.message}"
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            except Exception as error:
+                _log.debug("request %s can be read now, with an error: %s", self.ticket.request_id, error)
+            if self._trying is mine:
+                self._trying = self.unread = None
+                ready()
+
     def unload(self) -> None:
         """Give the memory of the loaded operation back. A load that is under way is not cancelled but forgotten, for
         the runtime's loop may be waiting for it."""
+        self._trying = self.unread = None
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.add_done_callback(_observe)

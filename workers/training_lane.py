@@ -17,6 +17,7 @@ from schemas.errors import (
     ModelLost,
     NonFiniteGradient,
     NotFound,
+    NotNow,
     TinsmithError,
     WorkerDied,
     is_adapters_busy,
@@ -54,6 +55,7 @@ class TrainingLane:
         policy: when snapshots are taken.
         death_limit: how often in a row a server may be killed while it executes an operation.
         tell_lost: told which models cannot be brought back, before their operations fail.
+        wake: told that there is something to do that nobody else told.
     """
 
     def __init__(
@@ -69,9 +71,11 @@ class TrainingLane:
         policy: SnapshotPolicy,
         tell_lost: Callable[[Sequence[str]], Awaitable[None]],
         clock: Callable[[], float],
+        wake: Callable[[], None],
         death_limit: int = MAX_SERVER_DEATHS,
     ) -> None:
         self._desk = desk
+        self._wake = wake
         self._death_limit = death_limit
         self._call = call
         self._max_adapters = max_adapters
@@ -79,7 +83,9 @@ class TrainingLane:
         self._models = Models()
         self._adapters = Adapters(call, clock)
         self._line = TrainingLine(gap_timeout)
-        self._composer = Composer(self._line, Heads(), banned=self._banned, check=self._check, refuse=self._refuse)
+        self._composer = Composer(
+            self._line, Heads(), banned=self._banned, check=self._check, refuse=self._refuse, wake=wake
+        )
         self._turns = TurnRunner(
             call,
             self._composer,
@@ -169,12 +175,15 @@ class TrainingLane:
         """Why an entry has no result yet, for people."""
         if entry in self._again:
             return "waiting to run again"
-        recovering = self._setbacks.reason(entry.ticket.model_id or "")
+        model_id = entry.ticket.model_id or ""
+        head = self._line.head(model_id)
+        if head is not None and head.unread is not None and not entry.running:
+            return head.unread
+        recovering = self._setbacks.reason(model_id)
         if recovering is not None:
             return recovering
         if entry.running:
             return self._turns.progress(entry)
-        model_id = entry.ticket.model_id or ""
         if self._composer.parked.blocks(model_id) and self._line.head(model_id) is entry:
             return f"waiting for memory for its adapter: {len(self._composer.under_way)} batches are under way"
         return self._line.reason(entry, self._turns.tokens)
@@ -297,6 +306,9 @@ class TrainingLane:
             outcome: OperationResult | TinsmithError = await self._execute(entry, operation)
         except WorkerDied:
             raise
+        except NotNow as error:
+            self._put_off(model_id, entry, error)
+            return
         except TinsmithError as error:
             if is_adapters_busy(error) and self._turns.holds_adapters:
                 self._single = None
@@ -307,6 +319,13 @@ class TrainingLane:
         self._single = None
         self._composer.parked.passed(model_id)
         self._finish(entry, outcome)
+
+    def _put_off(self, model_id: str, entry: Entry, error: NotNow) -> None:
+        """It waits in its place until what it reads can be read."""
+        self._single = None
+        entry.put_off(error, self._wake)
+        if not self._line.put_back(model_id, [entry]):
+            self._finish(entry, gone())
 
     async def _execute(self, entry: Entry, operation: Operation) -> OperationResult:
         model_id = entry.ticket.model_id or ""

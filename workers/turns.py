@@ -7,9 +7,9 @@ Responsible for the composition of turns and for reading operations back just in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from schemas.errors import TinsmithError
+from schemas.errors import NotNow, TinsmithError
 from schemas.operations import (
     AdapterStep,
     DatumRange,
@@ -132,7 +132,7 @@ class Heads:
 
     def has_room(self) -> bool:
         """Whether one more may be read."""
-        self._held = {entry: None for entry in self._held if not entry.over}
+        self._held = {entry: None for entry in self._held if entry.loading and not entry.over}
         return len(self._held) < self._limit
 
     def prefetch(self, entry: Entry) -> None:
@@ -157,6 +157,11 @@ class Heads:
             self._held.pop(entry, None)
         return operation
 
+    def put_off(self, entry: Entry, error: NotNow, ready: Callable[[], None]) -> None:
+        """The operation cannot be read now; `ready` is told when it can."""
+        self._held.pop(entry, None)
+        entry.put_off(error, ready)
+
     def take(self, entry: Entry) -> None:
         """A turn has taken the operation."""
         self._held.pop(entry, None)
@@ -170,6 +175,7 @@ class Composer:
         banned: why an operation must not even be read back, if so.
         check: why a model cannot run an operation, if so.
         refuse: answers an entry that cannot run.
+        wake: told that an operation can be read back that could not be.
     """
 
     def __init__(
@@ -180,7 +186,9 @@ class Composer:
         banned: Callable[[Entry], TinsmithError | None],
         check: Callable[[str, Operation], TinsmithError | None],
         refuse: Callable[[Entry, TinsmithError], None],
+        wake: Callable[[], None],
     ) -> None:
+        self._wake = wake
         self._line = line
         self._heads = heads
         self._banned = banned
@@ -242,7 +250,7 @@ class Composer:
             if not self._heads.has_room():
                 return
             entry = self._line.head(model_id)
-            if entry is None or self._banned(entry) is not None:
+            if entry is None or entry.unread is not None or self._banned(entry) is not None:
                 continue
             if model_id not in self.under_way and not self.parked.blocks(model_id):
                 self._heads.prefetch(entry)
@@ -265,7 +273,13 @@ class Composer:
         return True
 
     def _may_run(self, model_id: str, passed: set[str]) -> bool:
-        return model_id not in passed and (model_id in self.under_way or not self.parked.blocks(model_id))
+        if model_id in passed:
+            return False
+        return model_id in self.under_way or not (self.parked.blocks(model_id) or self._is_put_off(model_id))
+
+    def _is_put_off(self, model_id: str) -> bool:
+        entry = self._line.head(model_id)
+        return entry is not None and entry.unread is not None
 
     def _may_look(self, turn: Turn, model_id: str) -> bool:
         """Whether to read the model's next operation: a full turn takes only the step behind a batch that ends in it,
@@ -276,7 +290,8 @@ class Composer:
         return turn.empty or entry.loading or entry.ticket.is_step or self._heads.has_room()
 
     async def _load_head(self, model_id: str) -> tuple[Entry, Operation] | None:
-        """The next operation of a model; None if the line has changed: it is gone, or was refused here."""
+        """The next operation of a model; None if that is not it any more: it is gone, was refused here, or is put off
+        because it cannot be read now."""
         entry = self._line.head(model_id)
         assert entry is not None
         problem = self._banned(entry)
@@ -284,6 +299,9 @@ class Composer:
             if problem is None:
                 operation = await self._heads.load(entry)
                 problem = self._check(model_id, operation)
+        except NotNow as error:
+            self._heads.put_off(entry, error, self._wake)
+            return None
         except TinsmithError as error:
             problem = error
         if self._line.head(model_id) is not entry:
@@ -300,6 +318,8 @@ class Composer:
         lengths = tuple(max(1, len(datum.tokens)) for datum in operation.datums)
         if lengths and not turn.fits(lengths[0]):
             return False
+        if entry.again is not None:
+            operation = replace(operation, again=True)
         batch = OpenBatch(entry, model_id, lengths, operation)
         self.under_way[model_id] = batch
         self._line.hold(model_id)

@@ -52,9 +52,10 @@ async def retrieve_future(
     )
     services.housekeeping.touch(session_of_scope(outcome.record.scope))
     match outcome:
-        case Pending(record):
+        case Pending(record, unread):
             queue = services.operations.queue_state(record.request_id)
-            again = TryAgain(request_id=record.request_id, queue_state=queue.state, queue_state_reason=queue.reason)
+            reason = unread or queue.reason
+            again = TryAgain(request_id=record.request_id, queue_state=queue.state, queue_state_reason=reason)
             return Response(again.model_dump_json(), 408, media_type=JSON)
         case Failed(record, error):
             failed = FailedFuture(

@@ -7,12 +7,13 @@ outcomes (`operations.py`), for lists of them (`completions.py`) or for HTTP sha
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
 from app.services.waiting import Disconnected, Waiters
-from schemas.errors import Gone, InvalidRequest, NotFound, TinsmithError
+from schemas.errors import Gone, InvalidRequest, NotFound, NotNow, TinsmithError
 from store import operations as log
 from store.bodies import Bodies
 from store.database import Store
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MOST_ANNOUNCED = 10_000
 """Results whose size was told and that were not fetched yet, remembered at once."""
+_UNREAD_PAUSE = 0.5
+"""Seconds before a result is read again that could not be: a poll that is held need not come back for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Not done within the hold (or the client left)."""
+    """Not done within the hold (or the client left). `unread`: why the result, which is there, cannot be read now."""
 
     record: OperationRecord
+    unread: str | None = None
 
 
 Outcome = Ready | Announced | Failed | Pending
@@ -114,6 +118,7 @@ class Futures:
             NotFound: unknown here, which another project's future is too; nothing about it changes.
             Gone: the result is past its retention.
         """
+        until = time.monotonic() + hold
         with self._waiters.waiter(request_id) as waiter:
             record = await self._record(project_id, request_id)
             if record.state == "pending" and hold > 0:
@@ -121,7 +126,15 @@ class Futures:
                 record = await self._record(project_id, request_id)
         if announce_above is not None and self._announces(record, announce_above):
             return Announced(record, _size(record))
-        return await self._outcome(record)
+        outcome = await self._outcome(record)
+        while isinstance(outcome, Pending) and outcome.unread is not None:
+            left = until - time.monotonic()
+            with self._waiters.waiter(request_id) as waiter:
+                await self._waiters.wait(waiter, min(_UNREAD_PAUSE, left), disconnected)
+            if left <= _UNREAD_PAUSE or self._waiters.closing:
+                break
+            outcome = await self._outcome(record)
+        return outcome
 
     async def cancel(self, project_id: str, request_id: str) -> None:
         """Drop a sample that nobody wants any more; one that is finished stays as it is.
@@ -163,15 +176,20 @@ class Futures:
             outcome: Outcome = Failed(record, record.error)
         else:
             outcome = await self._ready(record)
+            if isinstance(outcome, Pending):
+                return outcome
         self._announced.pop(record.request_id, None)
         self._delivered.setdefault(record.request_id, self._clock())
         return outcome
 
-    async def _ready(self, record: OperationRecord) -> Ready:
+    async def _ready(self, record: OperationRecord) -> Ready | Pending:
         if record.result is None or record.content_type is None:
             raise Gone(f"the result of {record.request_id!r} has expired", field="request_id")
         try:
             data = await self._bodies.get(record.result)
+        except NotNow as error:
+            logger.warning("the stored result of %s cannot be read now: %s", record.request_id, error.message)
+            return Pending(record, f"its result is there, but cannot be read now: {error.message}")
         except (TinsmithError, OSError) as error:
             # Not a 5xx: the SDK would ask again for ever, without a pause.
             logger.exception("the stored result of %s (%s) cannot be read", record.request_id, record.kind)

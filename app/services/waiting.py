@@ -26,6 +26,11 @@ class Waiters:
         self._closing = False
 
     @property
+    def closing(self) -> bool:
+        """Whether nobody is to wait any more."""
+        return self._closing
+
+    @property
     def empty(self) -> bool:
         """Whether nobody waits."""
         return not self._waiting

@@ -17,7 +17,7 @@ import torch
 from engines.lora import AdapterWeights, views
 from engines.torch_engine.adapter import AdapterState, Gradient
 from engines.torch_engine.idle_file import DamagedFile, read_state, write_state
-from schemas.errors import EngineFailure, ModelLost
+from schemas.errors import EngineFailure, ModelLost, NotNow
 from schemas.fail_points import fail_point
 from schemas.operations import SavedSnapshot
 
@@ -67,16 +67,22 @@ def write_snapshot(path: Path, state: AdapterState) -> SavedSnapshot:
 
 
 def read_snapshot(path: Path, sha256: str, device: torch.device) -> AdapterState:
-    """The state as it was, bit for bit. Raises `ModelLost` if the file is missing or not what was written."""
+    """The state as it was, bit for bit.
+
+    Raises `ModelLost` if the file is missing or not what was written, `NotNow` if it cannot be read for the moment: no
+    descriptor left, a network file system that does not answer. Such a file may be whole.
+    """
     try:
         if _sha256(path) != sha256:
             raise DamagedFile("the file does not match its checksum")
         return read_state(path, device)
-    except (DamagedFile, OSError) as error:
+    except (DamagedFile, FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         _log.warning("a snapshot cannot be used: %s", error)
         raise ModelLost(
             "a snapshot of this model is missing or damaged on the server's disk", hint="resume from a checkpoint"
         ) from error
+    except OSError as error:
+        raise NotNow(f"a snapshot cannot be read now ({error.strerror or 'input/output error'})") from error
 
 
 def _copy(vector: torch.Tensor) -> torch.Tensor:

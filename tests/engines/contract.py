@@ -6,6 +6,7 @@ shapes) set `exact = False`, and equalities become closeness.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from engines.base import BaseEngine
-from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, ModelLost, NonFiniteGradient, NotFound
+from schemas.errors import AlreadyExists, EngineFailure, InvalidRequest, ModelLost, NonFiniteGradient, NotFound, NotNow
 from schemas.losses import LOSSES
 from schemas.operations import Datum, LoraSpec, OptimStepParams, StepResult, TrainBatch, TrainResult
 from tests.engines.batches import VOCAB, make_batch, make_datum
@@ -139,6 +140,24 @@ class EngineContract:
                 engine.restore_adapter("b", tmp_path / name, saved.sha256)
             with pytest.raises(NotFound):
                 engine.forward(make_batch("b"))
+
+    def test_a_snapshot_that_cannot_be_read_now_is_not_taken_for_damaged(
+        self, engine: BaseEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine.create_adapter("a", SPEC)
+        saved = engine.snapshot_adapter("a", tmp_path / "snapshot")()
+        opened = Path.open
+
+        def out_of_descriptors(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name == "snapshot":
+                raise OSError(errno.EMFILE, "Too many open files")
+            return opened(path, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "open", out_of_descriptors)
+            with pytest.raises(NotNow, match="Too many open files"):
+                engine.restore_adapter("b", tmp_path / "snapshot", saved.sha256)
+        engine.restore_adapter("b", tmp_path / "snapshot", saved.sha256)
 
     # -- gradients -----------------------------------------------------------------------------------------------
     @pytest.mark.parametrize("loss", sorted(LOSSES))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from schemas.errors import NotFound, TinsmithError, Unavailable
+from schemas.errors import NotFound, NotNow, TinsmithError, Unavailable
 from store.bodies import INLINE_LIMIT, Bodies
 from store.database import Store
 from store.operations import append
@@ -85,6 +86,28 @@ async def test_damaged_file_is_an_error_and_not_other_data(bodies: Bodies, tmp_p
         await bodies.get(ref)
 
 
+async def test_a_file_that_cannot_be_read_now_is_not_gone(
+    bodies: Bodies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = await bodies.put("r", "request", b"x" * 100_000)
+    assert isinstance(ref, BodyRef)
+    left, opened = [3], os.open
+
+    def without_descriptors(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(ref.name) and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", without_descriptors)
+    with pytest.raises(NotNow, match="Too many open files") as refused:
+        await bodies.get(ref)
+    assert refused.value.code == "storage_unavailable"
+    assert str(tmp_path) not in refused.value.message
+    assert await bodies.get_patiently(ref) == b"x" * 100_000
+    assert left == [0]
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "r.request.zz", "", "."])
 async def test_only_generated_names_are_followed(bodies: Bodies, tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_bytes(b"s")
@@ -116,11 +139,17 @@ def test_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
 async def test_heartbeats_stay_fast_while_large_bodies_pour_in(
     store: Store, data_dir: Path, project: str, make: Make
 ) -> None:
-    """200 requests of 3 MB, all at once, and a heartbeat every 10 ms meanwhile."""
+    """100 requests of 3 MB, all at once, and a heartbeat every 10 ms meanwhile.
+
+    Fast is what has no more before it than the transaction that is under way: how long one takes is the disk's affair.
+    """
     bodies = Bodies(data_dir)
     session = await make.session()
     data = os.urandom(3_000_000)
-    delays: list[float] = []
+    commits: list[int] = []
+    store.on_commit = lambda writes, seconds: commits.append(writes)
+    waited: list[int] = []
+    """Transactions until each heartbeat was durable, its own among them."""
 
     async def request(n: int) -> None:
         new = make.new(f"r{n}", seq_id=n, body=await bodies.put(f"r{n}", "request", data))
@@ -128,21 +157,18 @@ async def test_heartbeats_stay_fast_while_large_bodies_pour_in(
 
     async def beat() -> None:
         async def touch(db: AsyncSession) -> None:
-            await touch_sessions(db, {session: NOW + timedelta(seconds=len(delays) + 1)})
+            await touch_sessions(db, {session: NOW + timedelta(seconds=len(waited) + 1)})
 
         while not burst.done():
-            begin = time.perf_counter()
+            before = len(commits)
             await store.write(touch)
-            delays.append(time.perf_counter() - begin)
+            waited.append(len(commits) - before)
             await asyncio.sleep(0.01)
 
-    began = time.perf_counter()
-    burst = asyncio.gather(*(request(n) for n in range(200)))
+    burst = asyncio.gather(*(request(n) for n in range(100)))
     await asyncio.gather(burst, beat())
-    took = time.perf_counter() - began
     record = await store.read(lambda db: get_session(db, project, session))
     assert record is not None
-    assert record.last_seen_at == NOW + timedelta(seconds=len(delays))
-    p95 = sorted(delays)[int(0.95 * len(delays))]
-    assert len(delays) >= 5
-    assert p95 < max(0.5, 0.2 * took), f"p95 of {len(delays)} heartbeats was {p95 * 1000:.0f} ms in {took:.1f} s"
+    assert record.last_seen_at == NOW + timedelta(seconds=len(waited))
+    assert len(waited) >= 5
+    assert sorted(waited)[int(0.95 * len(waited))] <= 4, waited  # 2, and some more where the machine stands still

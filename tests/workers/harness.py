@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from schemas.errors import TinsmithError
+from schemas.errors import NotNow, TinsmithError
 from schemas.operations import (
     CreateModel,
     Datum,
@@ -92,12 +92,18 @@ class Client:
         request_id: str | None = None,
         project_id: str | None = None,
         progress: Callable[[SampleDelta], None] | None = None,
+        unread: int = 0,
+        unread_after: float = 0.0,
     ) -> asyncio.Future[Any]:
+        """`unread`: how often it cannot be read back before it can, and after how many seconds that is known."""
         name = request_id or f"{self.project_id}-{next(self._ids)}"
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         async def load() -> Operation:
             self.loads.append(name)
+            if self.loads.count(name) <= unread:
+                await asyncio.sleep(unread_after)
+                raise NotNow("the disk is away")
             if isinstance(operation, Exception):
                 raise operation
             return operation

@@ -10,10 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import EngineFailure, ModelLost, NonFiniteGradient, Unavailable, WorkerDied
-from schemas.operations import Operation, OptimStep, SavedSnapshot, TrainBatch, ZeroGrad
+from schemas.base_model_info import BaseModelInfo
+from schemas.errors import (
+    Cancelled,
+    EngineFailure,
+    Gone,
+    ModelLost,
+    NonFiniteGradient,
+    NotNow,
+    OutOfMemory,
+    Unavailable,
+    WorkerDied,
+)
+from schemas.operations import LoadWeights, Operation, OptimStep, SavedSnapshot, TrainBatch, ZeroGrad
 from tests.support.inline_group import InlineWorkerGroup
-from tests.workers.harness import Client, batch, create, running, step, toy_group, until, until_state, value
+from tests.support.toy_worker import ToyEngine
+from tests.workers.harness import Client, batch, create, running, sample, step, toy_group, until, until_state, value
 from workers.local import LocalWorkerGroup
 from workers.recovery import Past, PastOperation, Snapshot
 from workers.snapshots import SnapshotPolicy
@@ -148,8 +160,8 @@ async def test_what_is_done_is_told_while_it_is_done(tmp_path: Path) -> None:
     async with running(group, history=log, snapshots=NEVER, micro_batch_tokens=2) as (runtime, client, _):
         recorder = Recorder(client, log)
         await recorder.new("a")
-        for seq_id in (1, 2, 3):
-            await recorder.run(batch("a", sleep=0.05), "a", seq_id)
+        for seq_id, seconds in ((1, 0.0), (2, 0.3), (3, 0.0)):
+            await recorder.run(batch("a", sleep=seconds), "a", seq_id)
         group.die()
         behind = client.submit(batch("a"), "a", 4, request_id="behind")
         seen = set()
@@ -176,6 +188,218 @@ async def test_a_log_that_cannot_be_read_now_is_read_later(tmp_path: Path) -> No
             result = await value(client.submit(batch(model_id, backward=False), model_id, 1))
             assert result.metrics["loss:sum"] == expected
         assert lost == []
+
+
+def unreadable(group: InlineWorkerGroup, times: dict[str, int]) -> list[str]:
+    """Snapshots, by path, that cannot be read for the moment, and how often; returns what is tried, in order."""
+    tried: list[str] = []
+    restore = ToyEngine.restore_adapter
+
+    def maybe(engine: ToyEngine, adapter_id: str, path: Path, sha256: str) -> None:
+        tried.append(str(path))
+        if tried.count(str(path)) <= times.get(str(path), 0):
+            raise NotNow("too many open files")
+        restore(engine, adapter_id, path, sha256)
+
+    start = group.start
+
+    async def start_so() -> BaseModelInfo:
+        info = await start()
+        engine = group.worker.actor.engine
+        engine.restore_adapter = partial(maybe, engine)
+        return info
+
+    group.start = start_so
+    return tried
+
+
+async def _two_snapshots(recorder: Recorder, log: MemoryLog) -> list[str]:
+    """A model with a weight of 11 and no gradient, and the paths of its snapshots, the newest first."""
+    await recorder.new("a")
+    for seq_id, operation in enumerate((batch("a"), step(), batch("a"), step()), start=1):
+        await recorder.run(operation, "a", seq_id)
+        if seq_id % 2 == 0:
+            await until(lambda seq_id=seq_id: log.snapshots.get("a") and log.snapshots["a"][-1].applied_seq == seq_id)
+    kept = log.snapshots["a"] = [one for one in log.snapshots["a"] if one.applied_seq in (2, 4)]
+    log.collected = 2
+    return [one.path for one in reversed(kept)]
+
+
+async def test_a_snapshot_that_cannot_be_read_now_is_passed_over_and_kept(tmp_path: Path) -> None:
+    group, log, times = toy_group(), MemoryLog(tmp_path), dict[str, int]()
+    tried = unreadable(group, times)
+    async with running(group, history=log, snapshots=OFTEN) as (_, client, lost):
+        newest, older = await _two_snapshots(Recorder(client, log), log)
+        times[newest] = 1
+        group.die()
+        await value(client.submit(batch("a", backward=False), "a", 5))
+        assert (tried, weight(group, "a"), lost) == ([newest, older], (11.0, 0.0), [])
+        assert {newest, older} <= {one.path for one in log.snapshots["a"]}
+
+
+async def test_a_model_waits_for_snapshots_that_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.recovery._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("workers.recovery._LONGEST_RETRY", 0.05)
+    group, log, times = toy_group(), MemoryLog(tmp_path), dict[str, int]()
+    tried = unreadable(group, times)
+    async with running(group, history=log, snapshots=OFTEN) as (runtime, client, lost):
+        newest, older = await _two_snapshots(Recorder(client, log), log)
+        times |= {newest: 10, older: 10}
+        group.die()
+        asked = client.submit(batch("a", backward=False), "a", 5, request_id="asked")
+        seen: set[str | None] = set()
+
+        def watch() -> bool:
+            seen.add(runtime.waiting("asked").reason)
+            return asked.done()
+
+        await until(watch)
+        await value(asked)
+        assert (tried.count(newest), tried.count(older), lost) == (11, 10, []), "more often than a damaged one is tried"
+        assert weight(group, "a") == (11.0, 0.0)
+        assert any("too many open files" in (reason or "") for reason in seen)
+
+
+@pytest.mark.parametrize("replaying", [False, True])
+async def test_memory_that_is_short_for_a_while_loses_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaying: bool
+) -> None:
+    monkeypatch.setattr("workers.recovery._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("workers.recovery._LONGEST_RETRY", 0.05)
+    group, log, refusals = toy_group(), MemoryLog(tmp_path), [10]
+    method = "optimizer_step" if replaying else "create_adapter"
+    real: Callable[..., object] = getattr(ToyEngine, method)
+    async with running(group, history=log, snapshots=NEVER) as (_, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.run(batch("a"), "a", 1)
+        await recorder.run(step(), "a", 2)
+
+        def short(engine: ToyEngine, *args: object, **options: object) -> object:
+            refusals[0] -= 1
+            if refusals[0] >= 0:
+                raise OutOfMemory("the disk for idle adapters is full", code="idle_disk")
+            return real(engine, *args, **options)
+
+        monkeypatch.setattr(ToyEngine, method, short)
+        group.die()
+        await value(client.submit(batch("a", backward=False), "a", 3))
+        assert (refusals[0], weight(group, "a"), lost) == (-1, (6.0, 0.0), [])
+
+
+async def test_what_cannot_be_read_now_runs_later_in_its_place_and_holds_up_no_other_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.tickets._FIRST_PAUSE", 0.05)
+    async with running(toy_group(), history=MemoryLog(tmp_path), snapshots=NEVER) as (runtime, client, lost):
+        for model_id in ("a", "b"):
+            runtime.open_model(model_id)
+        late = client.submit(create(), "a", 0, unread=2)
+        await value(client.submit(create(), "b", 0))
+        assert not late.done()
+        await value(late)
+        late = client.submit(batch("a"), "a", 1, request_id="late", unread=5)
+        behind = client.submit(step(), "a", 2, request_id="behind")
+        for seq_id in range(1, 4):
+            await value(client.submit(batch("b"), "b", seq_id))
+        assert not late.done()
+        for request_id in ("late", "behind"):
+            state = runtime.waiting(request_id)
+            assert state.state == "paused_capacity"
+            assert "the disk is away" in (state.reason or "")
+        assert (await value(late)).metrics["loss:sum"] == -5.0
+        assert (await value(behind)).metrics["grad_norm:mean"] == 5.0
+        assert client.order.index("late") < client.order.index("behind")
+        assert lost == []
+
+
+async def test_reads_that_take_long_to_fail_stall_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.tickets._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("workers.tickets._LONGEST_PAUSE", 0.01)
+    async with running(toy_group(), history=MemoryLog(tmp_path), snapshots=NEVER) as (runtime, client, _):
+        for model_id in ("a", "b"):
+            runtime.open_model(model_id)
+            await value(client.submit(create(), model_id, 0))
+        late = client.submit(batch("a"), "a", 1, request_id="late", unread=5, unread_after=0.5)
+        drawn = client.submit(sample(1, tokens=3), request_id="drawn", unread=5, unread_after=0.5)
+        await until(lambda: client.loads.count("late") > 1 and client.loads.count("drawn") > 1)
+        for seq_id in range(1, 9):
+            await value(client.submit(batch("b"), "b", seq_id))
+            await value(client.submit(sample(2, tokens=2)))
+        assert client.loads.count("late") < 5, "others waited for its reads"
+        assert not late.done()
+        assert (await value(late)).metrics["loss:sum"] == -5.0
+        assert len((await value(drawn)).sequences[0].tokens) == 3
+
+
+async def test_a_model_that_is_closed_while_its_log_is_read_ends_alone(tmp_path: Path) -> None:
+    group, log, asked, go = toy_group(), MemoryLog(tmp_path), asyncio.Event(), asyncio.Event()
+    recall = log.recall
+
+    async def slow(model_id: str) -> Past:
+        if model_id != "a":
+            return await recall(model_id)
+        asked.set()
+        await go.wait()
+        raise Unavailable("the log cannot be read")
+
+    log.recall = slow
+    async with running(group, history=log, snapshots=NEVER) as (runtime, client, lost):
+        recorder = Recorder(client, log)
+        await recorder.new("a")
+        await recorder.new("b")
+        group.die()
+        cut_off = client.submit(step(), "a", 1)
+        await asyncio.wait_for(asked.wait(), 10)
+        runtime.close_model("a")
+        go.set()
+        with pytest.raises(Gone):
+            await value(cut_off)
+        await value(client.submit(batch("b", backward=False), "b", 1))
+        assert (runtime.state, lost) == ("ready", [])
+
+
+@pytest.mark.parametrize("older", [False, True])
+async def test_no_other_way_back_that_fails_loses_a_model_whose_snapshot_may_be_readable_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    """What made the model, or what came after its older snapshot, read a checkpoint that is deleted."""
+    monkeypatch.setattr("workers.recovery._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("workers.recovery._LONGEST_RETRY", 0.02)
+    group, log, times = toy_group(), MemoryLog(tmp_path), dict[str, int]()
+    unreadable(group, times)
+    async with running(group, history=log, snapshots=OFTEN) as (_, client, lost):
+        newest, _ = await _two_snapshots(Recorder(client, log), log)
+        times[newest] = 15
+        loads = LoadWeights(str(tmp_path / "deleted"), with_optimizer=True, create=not older)
+        if older:
+            deleted = partial(_give, loads)
+            log.operations["a"][2] = PastOperation(3, "deleted", False, 10, False, deleted)
+        else:
+            log.snapshots["a"], log.collected = log.snapshots["a"][1:], -1
+            log.creations["a"] = loads
+        group.die()
+        await value(client.submit(batch("a", backward=False), "a", 5))
+        assert (weight(group, "a"), lost) == ((11.0, 0.0), [])
+
+
+async def test_a_sample_that_cannot_be_read_now_runs_later_and_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.tickets._FIRST_PAUSE", 0.05)
+    async with running(toy_group()) as (runtime, client, _):
+        late = client.submit(sample(1, tokens=3), request_id="late", unread=3)
+        unwanted = client.submit(sample(2, tokens=3), request_id="unwanted", unread=100)
+        await value(client.submit(sample(3, tokens=3)))
+        assert not late.done()
+        assert "the disk is away" in (runtime.waiting("late").reason or "")
+        assert runtime.samples_waiting("p") == 2
+        runtime.cancel("unwanted")
+        assert isinstance(await asyncio.wait_for(unwanted, 10), Cancelled)
+        assert len((await value(late)).sequences[0].tokens) == 3
+        assert runtime.samples_waiting("p") == 0
 
 
 async def test_what_cannot_be_read_back_is_lost_and_not_rewound(tmp_path: Path) -> None:
@@ -258,7 +482,7 @@ async def test_an_operation_that_always_kills_the_worker_fails_alone(tmp_path: P
 
 async def test_a_hung_turn_is_a_dead_worker_and_its_operation_runs_again(tmp_path: Path) -> None:
     group, log = toy_group(), MemoryLog(tmp_path)
-    async with running(group, history=log, snapshots=NEVER, turn_timeout=0.3) as (runtime, client, lost):
+    async with running(group, history=log, snapshots=NEVER, turn_timeout=2.0) as (runtime, client, lost):
         recorder = Recorder(client, log)
         await recorder.new("a")
         await recorder.run(batch("a"), "a", 1)

@@ -47,6 +47,7 @@ class Bench:
             banned=lambda entry: None,
             check=lambda model_id, operation: None,
             refuse=self._refuse,
+            wake=lambda: None,
         )
         self.most_held = 0
         for name, script in scripts.items():
@@ -278,3 +279,14 @@ async def test_what_was_answered_while_a_turn_was_composed_is_left_out() -> None
     assert [part.operation_id for part in micro.ranges] == ["P.b/0"]
     assert [step.adapter_id for step in micro.steps] == ["P.b"]
     assert micro.dropped == ("old",)
+
+
+async def test_a_batch_says_whether_it_is_executed_again() -> None:
+    bench = Bench({"P.a": [train(2), train(3)], "Q.b": [train(4)]})
+    replayed = bench.line.head("P.a")
+    assert replayed is not None
+    replayed.again = lambda outcome: None
+    turn = Turn(100)
+    await bench.composer.fill(turn)
+    opened = turn.message(()).opened
+    assert {name: batch.again for name, batch in opened.items()} == {"P.a/0": True, "P.a/1": False, "Q.b/0": False}
