@@ -6,15 +6,13 @@ Not responsible for serving them, nor for those of the settings.
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from schemas.errors import Unavailable
 from store.files import read_private, replace_private
 
 FILE = "base_models.json"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +26,22 @@ class AddedModel:
 
 
 def read_added(data_dir: Path) -> list[AddedModel]:
-    """What was added, in that order. A file that cannot be understood is reported in the log and left alone."""
+    """What was added, in that order.
+
+    Raises `Unavailable` if the file cannot be understood: to go on without what it names would leave the training runs
+    on it without their base model, and the next addition would write over it.
+    """
     data = read_private(data_dir / FILE)
     if data is None:
         return []
     try:
         return [AddedModel(**entry) for entry in json.loads(data)]
-    except (ValueError, TypeError):
-        _log.exception("%s cannot be read: base models that were added are not served", FILE)
-        return []
+    except (ValueError, TypeError) as error:
+        raise Unavailable(
+            f"{FILE} in the data folder, which names the base models that were added, cannot be understood",
+            hint="restore it from a backup; or remove it, and add the base models again: tinsmith models add",
+            code="damaged_data_folder",
+        ) from error
 
 
 def write_added(data_dir: Path, models: list[AddedModel]) -> None:

@@ -29,14 +29,22 @@ _ALIVE = f"(SELECT edge_id FROM edges WHERE NOT :expired OR until > {_NOW})"
 _TAKE_RUNS = text(
     "UPDATE run_leases SET edge_id = :edge, fence = run_leases.fence + 1 WHERE model_id IN ("
     "SELECT held.model_id FROM run_leases AS held JOIN runs ON runs.model_id = held.model_id "
-    f"WHERE runs.state IN :live AND held.edge_id <> :edge AND held.edge_id NOT IN {_ALIVE} "
+    "WHERE held.edge_id <> :edge AND (runs.state IN :live AND runs.base_model IN :served "
+    # One that ended while nobody served it has nobody to end what it had accepted.
+    "OR runs.state NOT IN :live AND EXISTS (SELECT 1 FROM operations WHERE operations.state = 'pending' "
+    "AND operations.scope IN ('model:' || held.model_id, 'unload:' || held.model_id))) "
+    f"AND held.edge_id NOT IN {_ALIVE} "
     "FOR UPDATE OF held SKIP LOCKED) RETURNING model_id, fence"
-).bindparams(bindparam("live", expanding=True))
+).bindparams(bindparam("live", expanding=True), bindparam("served", expanding=True))
 _TAKE_SAMPLES = text(
     "UPDATE operations SET edge_id = :edge WHERE request_id IN ("
     "SELECT request_id FROM operations WHERE state = 'pending' AND kind = 'sample' AND edge_id IS NOT NULL "
-    f"AND edge_id <> :edge AND edge_id NOT IN {_ALIVE} FOR UPDATE SKIP LOCKED) RETURNING request_id"
-)
+    f"AND edge_id <> :edge AND edge_id NOT IN {_ALIVE} "
+    "AND NOT EXISTS (SELECT 1 FROM samplers JOIN sessions ON sessions.session_id = samplers.session_id "
+    "WHERE samplers.sampler_id = substr(operations.scope, 9) "  # sampler:ID
+    "AND samplers.base_model NOT IN :served AND sessions.state = 'active') "
+    "FOR UPDATE SKIP LOCKED) RETURNING request_id"
+).bindparams(bindparam("served", expanding=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +93,17 @@ async def holder(db: AsyncSession, model_id: str) -> tuple[str, int] | None:
     return None if lease is None else (lease.edge_id, lease.fence)
 
 
-async def take_runs(db: AsyncSession, edge_id: str, *, expired: bool) -> dict[str, int]:
-    """Take the live runs of servers that are gone; `expired`: also of those whose time is over. Run -> fence."""
-    rows = await db.execute(_TAKE_RUNS, {"edge": edge_id, "expired": expired, "live": list(LIVE)})
+async def take_runs(db: AsyncSession, edge_id: str, served: Collection[str], *, expired: bool) -> dict[str, int]:
+    """Take the live runs, on base models that are `served` here, of servers that are gone, and runs that are over and
+    have unanswered operations; `expired`: also of servers whose time is over. Run -> fence."""
+    about = {"edge": edge_id, "expired": expired, "live": list(LIVE), "served": list(served)}
+    rows = await db.execute(_TAKE_RUNS, about)
     return {row.model_id: row.fence for row in rows}
 
 
-async def take_samples(db: AsyncSession, edge_id: str, *, expired: bool) -> list[str]:
+async def take_samples(db: AsyncSession, edge_id: str, served: Collection[str], *, expired: bool) -> list[str]:
     """Take the unfinished samples of servers that are gone, as `take_runs`. Returns their request ids."""
-    rows = await db.execute(_TAKE_SAMPLES, {"edge": edge_id, "expired": expired})
+    rows = await db.execute(_TAKE_SAMPLES, {"edge": edge_id, "expired": expired, "served": list(served)})
     return [row.request_id for row in rows]
 
 

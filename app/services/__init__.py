@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from functools import cached_property, partial
 
+from app.services.access import AccessTokens
 from app.services.audit import Audit
 from app.services.catalog import Catalog
 from app.services.checkpoints import Checkpoints
@@ -64,6 +65,7 @@ class Services(Core):
     async def stop(self, grace: float) -> None:
         """Stop sweeping, drain the runtimes within `grace` seconds, end the worker groups. The store stays open."""
         await self.housekeeping.stop()
+        await self.recovery.stop()
         await self.under_way.end()
         self.marked.close()
         await self.operations.stopping()
@@ -89,6 +91,7 @@ class Services(Core):
             self.models,
             self.runs,
             self.settings.data_dir,
+            on_served=self.recovery.serve,
             start_timeout=self.settings.worker_start_timeout + DEPLOY_ALLOWANCE,
             grace=self.settings.shutdown_grace,
         )
@@ -99,7 +102,8 @@ class Services(Core):
 
     @cached_property
     def custom_losses(self) -> CustomLosses:
-        return CustomLosses(self.store, new_id=self._new_id, clock=self._clock)
+        most = self.settings.max_custom_loss_mib << 20
+        return CustomLosses(self.store, max_bytes=most, new_id=self._new_id, clock=self._clock)
 
     @cached_property
     def training(self) -> Training:
@@ -134,6 +138,7 @@ class Services(Core):
             operations=self.operations,
             runs=self.runs,
             checkpoints=self.checkpoints,
+            access=self.access,
             capabilities=capabilities(self.settings.engine),
         )
 
@@ -147,7 +152,14 @@ class Services(Core):
 
     @cached_property
     def copies(self) -> Copies:
-        return Copies(self.store, self.checkpoints, limits=self.limits, new_id=self._new_id, clock=self._clock)
+        return Copies(
+            self.store,
+            self.checkpoints,
+            access=self.access,
+            limits=self.limits,
+            new_id=self._new_id,
+            clock=self._clock,
+        )
 
     @cached_property
     def imports(self) -> Imports:
@@ -213,6 +225,10 @@ class Services(Core):
     @cached_property
     def key_uses(self) -> KeyUses:
         return KeyUses(self._clock)
+
+    @cached_property
+    def access(self) -> AccessTokens:
+        return AccessTokens(self.store, self.key_uses.note)
 
     @cached_property
     def tokens(self) -> Tokens:

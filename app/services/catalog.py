@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Catalog:
     """The base models of the server.
 
     Args:
+        on_served: told the name of a base model that is served from now on, to go on with what waited for it.
         start_timeout: seconds that a base model may take from being asked for until it serves.
         grace: seconds that accepted work may take when a base model is removed.
     """
@@ -50,6 +52,7 @@ class Catalog:
         runs: Runs,
         data_dir: Path,
         *,
+        on_served: Callable[[str], Awaitable[None]],
         start_timeout: float,
         grace: float,
     ) -> None:
@@ -57,6 +60,7 @@ class Catalog:
         self._models = models
         self._runs = runs
         self._data_dir = data_dir
+        self._on_served = on_served
         self._start_timeout = start_timeout
         self._grace = grace
         self._changing = asyncio.Lock()
@@ -105,7 +109,8 @@ class Catalog:
                 raise
             self._models.add(model.name, model.source, runtime, model.tokenizer_id)
             logger.info("base model %s was added", model.name)
-            return Served(model.name, runtime, True, 0)
+            await self._on_served(model.name)
+            return Served(model.name, runtime, True, len((await self._live_runs()).get(model.name, [])))
 
     async def _wait_until_ready(self, name: str, runtime: Runtime) -> None:
         try:

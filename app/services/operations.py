@@ -28,7 +28,7 @@ from app.services.settling import Live, Settling
 from app.services.submission import Measure, Submission
 from app.services.tenant_limits import Effective, TenantLimits, check_fits
 from app.services.turnstile import current_place
-from schemas.errors import EngineFailure, InvalidRequest, SeqIdConflict, TinsmithError
+from schemas.errors import Cancelled, EngineFailure, InvalidRequest, NotNow, SeqIdConflict, TinsmithError, Unavailable
 from schemas.fail_points import fail_point
 from schemas.http.base import MAX_INT64
 from schemas.operations import Operation, OperationResult
@@ -39,6 +39,7 @@ from store.records import BodyRef, NewOperation, OperationRecord
 from store.snapshots import CHANGING
 from workers.runtime_protocol import Runtime
 from workers.tickets import QueueState, Ticket, TurnNote
+from workers.turn_runner import gone
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,9 @@ class Operations:
         self._observers = observers
         self._live: dict[str, Live] = {}
         """By request id."""
+        self._unserved: dict[str, tuple[str, str]] = {}
+        """Request id -> base model and session of what waits in the log until the base model is served."""
+        self._dropping: set[asyncio.Task[None]] = set()
         self.settling = Settling(
             store,
             bodies,
@@ -211,6 +215,7 @@ class Operations:
         if self._leases is not None and submission.model_id is not None:
             live.fence = self._leases.held.get(submission.model_id, 0)
         self._live[record.request_id] = live
+        self._unserved.pop(record.request_id, None)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
             record = replace(record, body=b"")
@@ -240,7 +245,7 @@ class Operations:
                 observer.turn(record.request_id, note)
 
         async def load() -> Operation:
-            return await self._folders.placed(await self._read_back(record, submission.measure))
+            return await self._placed(await self._read_back(record, submission.measure))
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
             await self.settling.settle(record, submission, outcome)
@@ -264,6 +269,33 @@ class Operations:
             left_over=submission.left_over,
         )
 
+    def note_unserved(self, request_id: str, base_model: str, session_id: str) -> None:
+        """An operation that an earlier process accepted stays in the log until its base model is served."""
+        self._unserved[request_id] = base_model, session_id
+
+    def unserved(self, base_model: str) -> list[str]:
+        """The request ids that were noted as waiting for a base model."""
+        return [request_id for request_id, (name, _) in self._unserved.items() if name == base_model]
+
+    def drop_unserved(self, session_id: str) -> None:
+        """A session is over: what of it waits for a base model ends."""
+        ended = [request_id for request_id, (_, session) in self._unserved.items() if session == session_id]
+        self._drop(ended, gone())
+
+    def _drop(self, request_ids: list[str], error: TinsmithError) -> None:
+        for request_id in request_ids:
+            del self._unserved[request_id]
+        if request_ids:
+            task = asyncio.ensure_future(self._fail(request_ids, error))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+    async def _fail(self, request_ids: list[str], error: TinsmithError) -> None:
+        try:
+            await self.settling.fail_now(request_ids, error)
+        except Unavailable as away:
+            logger.warning("%d operations are failed at the next start: %s", len(request_ids), away.message)
+
     def samples_held(self, project_id: str, runtime: Runtime) -> int:
         """How many samples of a project limits hold back from a runtime."""
         return self._held.samples(project_id, runtime.name)
@@ -275,12 +307,18 @@ class Operations:
     async def read_logged(self, project_id: str, request_id: str) -> Operation:
         """An operation of the log, to be executed again.
 
-        Raises `EngineFailure` if it cannot be read back, and what `Folders.placed` raises.
+        Raises `EngineFailure` if it cannot be read back, `NotNow` if that may pass, and what `Folders.placed` raises.
         """
         record = await self._store.look_up(lambda db: log.get_operation(db, project_id, request_id))
         if record is None:
             raise unreadable()
-        return await self._folders.placed(await self._read_back(record))
+        return await self._placed(await self._read_back(record))
+
+    async def _placed(self, operation: Operation) -> Operation:
+        try:
+            return await self._folders.placed(operation)
+        except Unavailable as error:
+            raise NotNow(error.message, hint=error.hint) from error
 
     async def _read_back(self, record: OperationRecord, measure: Measure | None = None) -> Operation:
         try:
@@ -297,6 +335,9 @@ class Operations:
             if (live := self._live.get(record.request_id)) is not None and weight is not None:
                 live.weight = weight
             return operation
+        except Unavailable as error:
+            logger.warning("the stored request %s cannot be read now: %s", record.request_id, error.message)
+            raise NotNow(error.message, hint=error.hint) from error
         except Exception as error:
             logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
             raise unreadable() from error
@@ -323,6 +364,9 @@ class Operations:
         """Why a pending operation is not done yet, in words for its client."""
         live = self._live.get(request_id)
         if live is None:
+            base_model, _ = self._unserved.get(request_id, (None, None))
+            if base_model is not None:
+                return QueueState("paused_capacity", f"waiting for base model {base_model!r}, which is not served now")
             return QueueState("active", None)
         held = self._held.reason(request_id)
         if held is not None:
@@ -341,6 +385,9 @@ class Operations:
         if live is not None:
             self._held.let_go(request_id)
             live.runtime.cancel(request_id)
+        elif request_id in self._unserved:
+            self._drop([request_id], Cancelled())
+            return True
         return live is not None
 
     def cancel_samples_of(self, session_id: str) -> None:
@@ -350,8 +397,11 @@ class Operations:
             if live.scope.startswith(prefix):
                 self.cancel_here(request_id)
 
-    async def refuse(self, project_id: str, runtime: Runtime, model_id: str, scope: str, seq_id: int) -> None:
-        """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it."""
+    async def refuse(self, project_id: str, runtime: Runtime | None, model_id: str, scope: str, seq_id: int) -> None:
+        """Record that a refused request used up `seq_id` of a model, so that later ones do not wait for it.
+
+        `runtime`: that of its base model; None = it is not served here.
+        """
         now = self._clock()
 
         async def rows(db: AsyncSession) -> None:
@@ -361,7 +411,8 @@ class Operations:
 
         await self._store.write(rows)
         fail_point("refusal.recorded")
-        runtime.note_refused(model_id, seq_id)
+        if runtime is not None:
+            runtime.note_refused(model_id, seq_id)
 
 
 def _decode(kind: str, data: bytes, measure: Measure | None) -> tuple[Operation, float | None]:

@@ -201,8 +201,9 @@ class Ownership:
 
     async def _take_over(self, *, expired: bool) -> None:
         me = self._leases.edge_id
-        taken = await self._store.write(lambda db: edges.take_runs(db, me, expired=expired))
-        samples = await self._store.write(lambda db: edges.take_samples(db, me, expired=expired))
+        served = self._models.names
+        taken = await self._store.write(lambda db: edges.take_runs(db, me, served, expired=expired))
+        samples = await self._store.write(lambda db: edges.take_samples(db, me, served, expired=expired))
         if not taken and not samples:
             return
         self._leases.held.update(taken)

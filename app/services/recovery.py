@@ -23,7 +23,7 @@ from app.services.sampling import Sampling
 from app.services.saves import Saves
 from app.services.submission import Submission
 from app.services.training import Training
-from schemas.errors import TinsmithError
+from schemas.errors import NotNow, TinsmithError, Unavailable
 from schemas.fail_points import fail_point
 from store import checkpoints, sessions
 from store import operations as log
@@ -39,6 +39,9 @@ from workers.recovery import CREATION
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE = 1.0
+"""Seconds before the log is looked at again that could not be read; doubled with each try, up to `_LONGEST_PAUSE`."""
+_LONGEST_PAUSE = 30.0
 _SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 
 
@@ -48,6 +51,7 @@ class Report:
 
     models: int = 0
     lost: int = 0
+    unserved: int = 0
     operations: int = 0
     samples: int = 0
     failed: int = 0
@@ -55,10 +59,11 @@ class Report:
     @property
     def text(self) -> str:
         """For the log."""
+        waiting = f", {self.unserved} wait for base models that are not served" if self.unserved else ""
         return (
-            f"an earlier process left {self.models + self.lost} live training runs: {self.models} come back, "
-            f"{self.lost} are lost; of its unfinished operations {self.operations} of training and {self.samples} "
-            f"samples run on, {self.failed} cannot"
+            f"an earlier process left {self.models + self.lost + self.unserved} live training runs: {self.models} come "
+            f"back, {self.lost} are lost{waiting}; of its unfinished operations {self.operations} of training and "
+            f"{self.samples} samples run on, {self.failed} cannot"
         )
 
 
@@ -93,6 +98,11 @@ class Recovery:
         self._sampling = sampling
         self._history = history
         self._under_way = under_way
+        self._late_models: set[str] = set()
+        """Base models of which it is not yet known what waits for them: the database did not answer."""
+        self._late_samples: set[str] = set()
+        """Samples that cannot be read back now."""
+        self._trying: asyncio.Task[None] | None = None
 
     async def run(self) -> Report:
         """Sweep what is incomplete, reopen the live runs and queue what was not finished."""
@@ -126,6 +136,60 @@ class Recovery:
         await self._go_on(unfinished, report)
         return report
 
+    async def serve(self, base_model: str) -> None:
+        """A base model is served that was not at the start: go on with what waited for it.
+
+        If the database does not answer, it is tried again beside other work.
+        """
+        try:
+            await self._serve(base_model)
+        except Unavailable:
+            self._later(base_model=base_model)
+
+    async def _serve(self, base_model: str) -> None:
+        report = Report()
+        wanted = self._operations.unserved(base_model)
+        unfinished = await self._store.read(lambda db: log.still_pending(db, wanted))
+        for run in await self._store.read(run_rows.live_runs):
+            if run.base_model == base_model and run.model_id in self._runs.unserved:
+                mine = [one for one in unfinished if one.kind != SAMPLE and model_of(one) == run.model_id]
+                await self._bring_back(run, mine, report)
+                await self._resume(mine, report)
+                self._runs.unserved.discard(run.model_id)  # only now: what is new comes after what was accepted before
+        await self._go_on([one for one in unfinished if one.kind == SAMPLE], report)
+        if report != Report():
+            logger.warning("base model %s is served again: %s", base_model, report.text)
+
+    def _later(self, *, base_model: str | None = None, sample: str | None = None) -> None:
+        if base_model is not None:
+            self._late_models.add(base_model)
+        if sample is not None:
+            self._late_samples.add(sample)
+        if self._trying is None or self._trying.done():
+            self._trying = asyncio.create_task(self._try_again(), name="what an earlier process left")
+
+    async def _try_again(self) -> None:
+        pause = _FIRST_PAUSE
+        while self._late_models or self._late_samples:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            models, self._late_models = self._late_models, set()
+            samples, self._late_samples = self._late_samples, set()
+            try:
+                for base_model in models:
+                    await self._serve(base_model)
+                await self.submit(samples)
+            except TinsmithError as error:
+                logger.warning("what an earlier process left cannot be read now: %s", error.message)
+                self._late_models |= models
+                self._late_samples |= samples
+
+    async def stop(self) -> None:
+        """Try nothing any more; what was not begun stays in the log."""
+        if self._trying is not None:
+            self._trying.cancel()
+            await asyncio.gather(self._trying, return_exceptions=True)
+
     async def submit(self, request_ids: Collection[str]) -> None:
         """Queue operations that another server accepted for runs that are executed here."""
         records = await self._store.read(lambda db: log.still_pending(db, request_ids))
@@ -134,6 +198,10 @@ class Recovery:
     async def _bring_back(self, run: RunRecord, unfinished: list[OperationRecord], report: Report) -> None:
         if await self._session_over(run):  # it ended, and the process did before its runs were closed
             await self._runs.close_session(run.session_id)
+        elif run.base_model not in self._models.runtimes:
+            # A start with another list of base models, by mistake or for a while, must not cost anybody their training.
+            self._runs.unserved.add(run.model_id)
+            report.unserved += 1
         elif await self._reopen(run, unfinished):
             report.models += 1
         else:
@@ -141,14 +209,42 @@ class Recovery:
             report.lost += 1
 
     async def _go_on(self, unfinished: list[OperationRecord], report: Report) -> None:
+        training: list[OperationRecord] = []
         for record in sorted(unfinished, key=_order):
             if record.kind == SAMPLE:
-                await self._sampling.resubmit(record)
-                report.samples += 1
-            elif await self._resume(record):
-                report.operations += 1
+                await self._resubmit(record, report)
+            elif model_of(record) in self._runs.unserved:
+                await self._leave_waiting(record)
             else:
+                training.append(record)
+        await self._resume(training, report)
+
+    async def _resubmit(self, record: OperationRecord, report: Report) -> None:
+        try:
+            report.samples += await self._sampling.resubmit(record)
+        except NotNow as error:
+            logger.warning("sample %s waits: %s", record.request_id, error.message)
+            self._later(sample=record.request_id)
+
+    async def _leave_waiting(self, record: OperationRecord) -> None:
+        run = await self._store.read(lambda db: run_rows.find_run(db, model_of(record)))
+        if run is not None:
+            self._operations.note_unserved(record.request_id, run.base_model, run.session_id)
+
+    async def _resume(self, unfinished: list[OperationRecord], report: Report) -> None:
+        """Queue operations of models again. All at once, when all are prepared: a runtime that is running begins with
+        the first, and goes back to a state that the others come after."""
+        prepared: list[tuple[OperationRecord, Submission]] = []
+        for record in sorted(unfinished, key=_order):
+            submission = await self._prepared(record)
+            if submission is None:
                 report.failed += 1
+            else:
+                prepared.append((record, submission))
+                report.operations += 1
+        for record, submission in prepared:
+            if not self._operations.has(record.request_id):
+                self._operations.dispatch(record, submission)
 
     async def count_deaths(self) -> None:
         """Count the death of the earlier process for what it was executing: see `MAX_SERVER_DEATHS`."""
@@ -163,10 +259,8 @@ class Recovery:
         return session is None or session.state != "active"
 
     async def _reopen(self, run: RunRecord, unfinished: list[OperationRecord]) -> bool:
-        """Have a run brought back; False if that is not possible: its base model is not served any more."""
-        runtime = self._models.runtimes.get(run.base_model)
-        if runtime is None:
-            return False
+        """Have a run brought back; False if that is not possible: its creation is not in the log any more."""
+        runtime = self._models.runtimes[run.base_model]
         cut_off: set[int] = set()
         if run.state == "creating":
             if not any(record.kind != SAMPLE and model_of(record) == run.model_id for record in unfinished):
@@ -179,8 +273,8 @@ class Recovery:
             runtime.note_refused(run.model_id, seq_id)
         return True
 
-    async def _resume(self, record: OperationRecord) -> bool:
-        """Queue an operation of a model again; False if it had to be failed instead."""
+    async def _prepared(self, record: OperationRecord) -> Submission | None:
+        """An operation of a model as it was submitted; None if it had to be failed instead."""
         try:
             model_id = model_of(record)
             run = await self._store.read(lambda db: run_rows.find_run(db, model_id))
@@ -193,10 +287,8 @@ class Recovery:
                 await submission.cleanup()
         except TinsmithError as error:
             await self._operations.settling.fail_now([record.request_id], error)
-            return False
-        if not self._operations.has(record.request_id):
-            self._operations.dispatch(record, submission)
-        return True
+            return None
+        return submission
 
     async def _submission(self, record: OperationRecord, run: RunRecord) -> Submission:
         if record.kind in _SAVES:
@@ -206,7 +298,7 @@ class Recovery:
         else:
             return self._training.resume(record, run)
         try:
-            return of_weights.resume(record, run, await self._bodies.get(record.body))
+            return of_weights.resume(record, run, await self._bodies.get_patiently(record.body))
         except (KeyError, ValueError) as error:
             logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
             raise unreadable() from error

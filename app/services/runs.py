@@ -18,7 +18,7 @@ from app.services.leases import Leases
 from app.services.operations import Operations
 from app.services.paths import is_direct, model_id_of, session_of
 from app.services.submission import Rows
-from schemas.errors import Gone, ModelLost, NotFound
+from schemas.errors import Gone, ModelLost, NotFound, Unavailable
 from schemas.fail_points import fail_point
 from schemas.operations import LoraSpec, OptimizerType
 from store import checkpoints, runs, samplers, sessions, slots
@@ -52,6 +52,8 @@ class Runs:
         self._operations = operations
         self._clock = clock
         self._leases = leases
+        self.unserved: set[str] = set()
+        """Live runs of an earlier process whose base model is not served, or not again yet: they take no work."""
 
     def creation(
         self,
@@ -96,16 +98,18 @@ class Runs:
         return run
 
     def runtime(self, run: RunRecord) -> Runtime:
-        """The runtime that holds the run. Raises `ModelLost` if its base model is not served any more."""
+        """The runtime that holds the run. Raises `ModelLost`; `Unavailable`: its base model is not served here now."""
+        if run.state == "lost":
+            raise lost(run.model_id)
         runtime = self._models.runtimes.get(run.base_model)
         if runtime is None:
-            raise lost(run.model_id)
+            raise not_served(run.base_model)
         return runtime
 
     def guard(self, project_id: str, model_id: str) -> Rows:
         """What must hold, in the accepting transaction, for a run to take new work; also notes the time.
 
-        Raises (inside the transaction): `ModelLost`, `Gone`, `NotFound`.
+        Raises (inside the transaction): `ModelLost`, `Gone`, `NotFound`, `Unavailable`.
         """
 
         async def check(db: AsyncSession) -> None:
@@ -117,6 +121,8 @@ class Runs:
             if run.state == "closed":
                 await require_active(db, project_id, run.session_id)
                 raise unloaded(model_id)
+            if model_id in self.unserved:
+                raise not_served(run.base_model)
             await runs.touch_run(db, model_id, self._clock())
 
         return check
@@ -127,8 +133,7 @@ class Runs:
         if run is None or run.state not in ("creating", "ready"):
             return
         runtime = self._models.runtimes.get(run.base_model)
-        if runtime is not None:
-            await self._operations.refuse(project_id, runtime, model_id, f"model:{model_id}", seq_id)
+        await self._operations.refuse(project_id, runtime, model_id, f"model:{model_id}", seq_id)
 
     async def page(self, project_id: str, limit: int, offset: int) -> tuple[list[ListedRun], int]:
         """Runs of the project, newest first, and how many there are."""
@@ -209,6 +214,8 @@ class Runs:
             if runtime is not None:
                 runtime.close_model(run.model_id)
             self._operations.let_go_of_run(run.model_id)
+            self.unserved.discard(run.model_id)
+        self._operations.drop_unserved(session_id)
         self._operations.cancel_samples_of(session_id)
 
 
@@ -252,6 +259,15 @@ def lost(model_id: str) -> ModelLost:
         f"the live weights of {model_id!r} are gone: the process that held them has ended, or the server was restarted",
         field="model_id",
         hint="create a new training client from the last saved state",
+    )
+
+
+def not_served(base_model: str) -> Unavailable:
+    """The error of work for a run whose base model is not served here: its state waits until it is."""
+    return Unavailable(
+        f"this server does not serve base model {base_model!r} now; the state of the training run is kept",
+        hint="start it with that base model again (--base-model), or add it: tinsmith models add",
+        code="base_model_unavailable",
     )
 
 

@@ -36,7 +36,7 @@ from app.services.stability import Stability
 from app.services.submission import Finished, Submission, resumed
 from app.services.tenant_limits import Cost, TenantLimits
 from app.services.training import request_digest
-from schemas.errors import Gone, NotFound, TinsmithError, TooManyRequests, Unavailable
+from schemas.errors import Gone, NotFound, NotNow, TinsmithError, TooManyRequests, Unavailable
 from schemas.operations import OperationResult, Sample, SampleDelta, SampleResult
 from schemas.requests import SampleRequest
 from store import checkpoints
@@ -248,36 +248,47 @@ class Sampling:
         with self._room.place(project_id, runtime, self._operations.samples_held(project_id, runtime)):
             return await self._operations.accept(submission)
 
-    async def resubmit(self, record: OperationRecord) -> None:
+    async def resubmit(self, record: OperationRecord) -> bool:
         """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing.
 
-        One without a sampling session fails: the connection that waited for it is gone.
+        One without a sampling session fails: the connection that waited for it is gone. One whose base model is not
+        served now waits in the log. Returns whether it runs. Raises `NotNow` if it cannot be read for the moment.
         """
         if is_direct(record.scope):
             gone = Gone("the server was restarted, and nobody waits for this sample any more", code="cancelled")
             await self._operations.settling.fail_now([record.request_id], gone)
-            return
+            return False
         sampler_id = record.scope.partition(":")[2]
         try:
             sampler = await self._samplers.record(record.project_id, sampler_id, field="sampling_session_id")
-            runtime = self._models.runtime(sampler.base_model)
+            runtime = self._models.runtimes.get(sampler.base_model)
+            if runtime is None:
+                await self._store.look_up(lambda db: require_active(db, record.project_id, sampler.session_id))
+                self._operations.note_unserved(record.request_id, sampler.base_model, sampler.session_id)
+                return False
             body, operation = await self._read_back(record)
+        except NotNow:
+            raise
         except TinsmithError as error:
             await self._operations.settling.fail_now([record.request_id], error)
-            return
+            return False
         sparse = bool(decode_context(KIND, body).get("sparse_targets"))
         also = self._stability.recorder(sampler.base_model, operation)
         encode, reads = sample_encoder(operation, sparse), operation.adapter_folder
         cost = _cost(operation, runtime)
         self._operations.dispatch(record, resumed(record, runtime, None, encode, also=also, reads=reads, cost=cost))
+        return True
 
     async def _read_back(self, record: OperationRecord) -> tuple[bytes, Sample]:
-        """A stored sample. Whatever is wrong is a `TinsmithError`: it must not keep the server from starting."""
+        """A stored sample. Whatever is wrong is a `TinsmithError`: it must not keep the server from starting. `NotNow`:
+        that may pass."""
         try:
             body = await self._bodies.get(record.body)
             operation = decode_operation(KIND, body)
             if not isinstance(operation, Sample):
                 raise TypeError(f"{record.request_id} is logged as a sample, but holds a {type(operation).__name__}")
+        except NotNow:
+            raise
         except Exception as error:
             logger.exception("the stored sample %s cannot be read back", record.request_id)
             raise unreadable() from error

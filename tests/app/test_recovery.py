@@ -131,16 +131,6 @@ async def test_a_session_ends_together_with_its_runs_and_weights(
         assert list((settings.data_dir / "checkpoints").iterdir()) == []
 
 
-async def test_a_run_whose_base_model_is_not_served_any_more_is_lost(tiny_settings: MakeSettings) -> None:
-    settings = tiny_settings()
-    async with serving(settings) as api:
-        model = await api.model()
-        await _set(api, Run, base_model="acme/gone")
-    async with serving(settings) as api:
-        answer = await api.post("optim_step", model_id=model, adam_params={})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "model_lost")
-
-
 @pytest.mark.parametrize("before", [1, 2])
 async def test_what_was_under_way_at_three_deaths_of_the_server_is_not_tried_again(
     tiny_settings: MakeSettings, before: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from schemas.errors import InvalidRequest, Unavailable
-from store import edges, runs, sessions
+from store import edges, runs, samplers, sessions
 from store.completions import Client, completions
 from store.database import Store
 from store.keys import ensure_project
@@ -25,6 +25,8 @@ from tests.support.postgres import Postgres
 
 pytestmark = only_postgres
 SCOPE = "sampler:s:sample:0"
+SERVED = ("tiny",)
+"""Base models of a server."""
 
 
 @pytest.fixture
@@ -255,6 +257,19 @@ async def test_what_a_server_held_is_taken_once_when_it_is_gone(store: Store, ot
     await make.session()
     models = [await make.run(number) for number in range(3)]
     await store.write(lambda db: runs.set_run_state(db, models[2], "closed"))
+    await store.write(
+        lambda db: samplers.create_sampler(
+            db,
+            sampler_id=SCOPE.partition(":")[2],
+            project_id=make.project,
+            session_id="s",
+            seq_id=0,
+            base_model="tiny",
+            model_path=None,
+            checkpoint_id=None,
+            now=NOW,
+        )
+    )
     await make.operation("sample", kind="sample", scope=SCOPE)
     for edge in ("a", "b", "c"):
         await store.write(lambda db, edge=edge: edges.beat(db, edge, 60))
@@ -262,16 +277,19 @@ async def test_what_a_server_held_is_taken_once_when_it_is_gone(store: Store, ot
         await store.write(lambda db, m=model_id: edges.hold_run(db, m, "a"))
     await store.write(lambda db: edges.set_sample_edge(db, "sample", "a"))
 
-    async def take(by: Store, edge: str, *, expired: bool = True) -> tuple[dict[str, int], list[str]]:
+    async def take(
+        by: Store, edge: str, *, expired: bool = True, served: Sequence[str] = SERVED
+    ) -> tuple[dict[str, int], list[str]]:
         async def rows(db: AsyncSession) -> tuple[dict[str, int], list[str]]:
-            taken = await edges.take_runs(db, edge, expired=expired)
-            return taken, await edges.take_samples(db, edge, expired=expired)
+            taken = await edges.take_runs(db, edge, served, expired=expired)
+            return taken, await edges.take_samples(db, edge, served, expired=expired)
 
         return await by.write(rows)
 
     assert await take(store, "b") == ({}, [])
     await store.write(lambda db: edges.beat(db, "a", 0))  # its time is over
     assert await take(store, "b", expired=False) == ({}, [])
+    assert await take(store, "b", served=["acme/other"]) == ({}, []), "what it does not serve is left to others"
     both = await asyncio.gather(take(store, "b"), take(other, "c"))
     assert sorted(model_id for taken, _ in both for model_id in taken) == models[:2]
     assert [request_id for _, samples in both for request_id in samples] == ["sample"]
@@ -284,6 +302,16 @@ async def test_what_a_server_held_is_taken_once_when_it_is_gone(store: Store, ot
     await store.write(lambda db: edges.drop_leases(db, "a", models))
     assert await store.read(lambda db: edges.holder(db, models[2])) is None
     assert await store.read(lambda db: edges.holder(db, models[0])) == ("d", 3)
+
+
+async def test_a_run_that_ended_unserved_is_taken_for_what_it_left_unanswered(store: Store, make: Make) -> None:
+    await make.session()
+    models = [await make.run(number) for number in range(2)]
+    for model_id in models:
+        await store.write(lambda db, m=model_id: edges.hold_run(db, m, "gone"))
+        await store.write(lambda db, m=model_id: runs.set_run_state(db, m, "closed"))
+    await make.operation("left", scope=f"model:{models[1]}", seq_id=1)
+    assert await store.write(lambda db: edges.take_runs(db, "b", ["acme/other"], expired=False)) == {models[1]: 2}
 
 
 async def test_a_run_is_not_taken_while_its_holder_writes(store: Store, other: Store, make: Make) -> None:
@@ -300,10 +328,10 @@ async def test_a_run_is_not_taken_while_its_holder_writes(store: Store, other: S
 
     writing = asyncio.create_task(store.write(write))
     await looked.wait()
-    assert await other.write(lambda db: edges.take_runs(db, "b", expired=True)) == {}
+    assert await other.write(lambda db: edges.take_runs(db, "b", SERVED, expired=True)) == {}
     commit.set()
     assert await writing == ("a", 1)
-    assert await other.write(lambda db: edges.take_runs(db, "b", expired=True)) == {model_id: 2}
+    assert await other.write(lambda db: edges.take_runs(db, "b", SERVED, expired=True)) == {model_id: 2}
 
 
 async def test_a_server_that_sleeps_within_a_transaction_loses_its_locks(
@@ -322,7 +350,7 @@ async def test_a_server_that_sleeps_within_a_transaction_loses_its_locks(
 
     sleeping = asyncio.create_task(sleeper.write(asleep))
     async with asyncio.timeout(30):
-        while not await store.write(lambda db: edges.take_runs(db, "b", expired=True)):
+        while not await store.write(lambda db: edges.take_runs(db, "b", SERVED, expired=True)):
             pass
     with pytest.raises(Unavailable):
         await sleeping
