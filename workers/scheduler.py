@@ -18,7 +18,8 @@ from workers.tickets import Entry
 class TrainingLine:
     """The queues of all open models. Their projects, and within a project its models, get equal shares of tokens.
 
-    A model is in line while its next operation can start, or while it is held because an operation is under way.
+    A model is in line while its next operation can start, or while it is held because an operation is under way. One
+    whose next operation cannot be read back now is not: what it could not do then gives it no claim later.
     """
 
     def __init__(self, gap_timeout: float) -> None:
@@ -106,6 +107,10 @@ class TrainingLine:
         self._update(model_id)
         return True
 
+    def note_reading(self, model_id: str) -> None:
+        """The next operation of the model cannot be read back any more, or can again."""
+        self._update(model_id)
+
     def hold(self, model_id: str) -> None:
         """Keep the model in line: an operation of it is under way."""
         self._held.add(model_id)
@@ -172,7 +177,8 @@ class TrainingLine:
         if project_id is None:
             return
         models = self._models[project_id]
-        if model_id in self._held or self.head(model_id) is not None:
+        head = self.head(model_id)
+        if model_id in self._held or (head is not None and head.unread is None):
             models.enter(model_id)
             self._projects.enter(project_id)
         else:

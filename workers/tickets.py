@@ -146,6 +146,8 @@ class Entry:
         mine, pause = asyncio.current_task(), _FIRST_PAUSE
         while self._trying is mine:
             await asyncio.sleep(pause)
+            if self._trying is not mine:
+                return
             try:
                 await self.ticket.load()
             except NotNow as error:

@@ -75,7 +75,6 @@ class TrainingLane:
         death_limit: int = MAX_SERVER_DEATHS,
     ) -> None:
         self._desk = desk
-        self._wake = wake
         self._death_limit = death_limit
         self._call = call
         self._max_adapters = max_adapters
@@ -323,7 +322,7 @@ class TrainingLane:
     def _put_off(self, model_id: str, entry: Entry, error: NotNow) -> None:
         """It waits in its place until what it reads can be read."""
         self._single = None
-        entry.put_off(error, self._wake)
+        self._composer.put_off(model_id, entry, error)
         if not self._line.put_back(model_id, [entry]):
             self._finish(entry, gone())
 

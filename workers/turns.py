@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from schemas.errors import NotNow, TinsmithError
 from schemas.operations import (
@@ -261,6 +262,16 @@ class Composer:
             del self.under_way[batch.model_id]
             self._line.release(batch.model_id)
 
+    def put_off(self, model_id: str, entry: Entry, error: NotNow) -> None:
+        """The next operation of a model cannot be read back now: others go on until it can."""
+        self.parked.passed(model_id)  # it is not memory that it waits for
+        self._heads.put_off(entry, error, partial(self._take_up, model_id))
+        self._line.note_reading(model_id)
+
+    def _take_up(self, model_id: str) -> None:
+        self._line.note_reading(model_id)
+        self._wake()
+
     def put_back(self, model_id: str, entries: Sequence[Entry], tokens: int) -> bool:
         """Operations of a model, in order, that found no room in the worker's memory are to start again, and what they
         were charged is given back; False if the model is closed."""
@@ -300,7 +311,8 @@ class Composer:
                 operation = await self._heads.load(entry)
                 problem = self._check(model_id, operation)
         except NotNow as error:
-            self._heads.put_off(entry, error, self._wake)
+            if self._line.head(model_id) is entry and not entry.over:
+                self.put_off(model_id, entry, error)
             return None
         except TinsmithError as error:
             problem = error

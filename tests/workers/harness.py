@@ -92,16 +92,17 @@ class Client:
         request_id: str | None = None,
         project_id: str | None = None,
         progress: Callable[[SampleDelta], None] | None = None,
-        unread: int = 0,
+        unread: int | Callable[[], bool] = 0,
         unread_after: float = 0.0,
     ) -> asyncio.Future[Any]:
-        """`unread`: how often it cannot be read back before it can, and after how many seconds that is known."""
+        """`unread`: how often it cannot be read back before it can (or whether it cannot now), and after how many
+        seconds that is known."""
         name = request_id or f"{self.project_id}-{next(self._ids)}"
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         async def load() -> Operation:
             self.loads.append(name)
-            if self.loads.count(name) <= unread:
+            if unread() if callable(unread) else self.loads.count(name) <= unread:
                 await asyncio.sleep(unread_after)
                 raise NotNow("the disk is away")
             if isinstance(operation, Exception):

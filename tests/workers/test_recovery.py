@@ -25,8 +25,21 @@ from schemas.errors import (
 from schemas.operations import LoadWeights, Operation, OptimStep, SavedSnapshot, TrainBatch, ZeroGrad
 from tests.support.inline_group import InlineWorkerGroup
 from tests.support.toy_worker import ToyEngine
-from tests.workers.harness import Client, batch, create, running, sample, step, toy_group, until, until_state, value
+from tests.workers.harness import (
+    Client,
+    batch,
+    create,
+    gate_of,
+    running,
+    sample,
+    step,
+    toy_group,
+    until,
+    until_state,
+    value,
+)
 from workers.local import LocalWorkerGroup
+from workers.parked import PATIENCE
 from workers.recovery import Past, PastOperation, Snapshot
 from workers.snapshots import SnapshotPolicy
 from workers.spec import WorkerSpec
@@ -332,6 +345,54 @@ async def test_reads_that_take_long_to_fail_stall_nobody_else(tmp_path: Path, mo
         assert not late.done()
         assert (await value(late)).metrics["loss:sum"] == -5.0
         assert len((await value(drawn)).sequences[0].tokens) == 3
+
+
+async def test_what_could_not_be_read_gives_no_claim_to_more_than_a_share_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.tickets._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("workers.tickets._LONGEST_PAUSE", 0.01)
+    async with running(toy_group(), micro_batch_tokens=2) as (runtime, client, _):
+        for model_id in ("a", "b"):
+            runtime.open_model(model_id)
+            await value(client.submit(create(), model_id, 0, project_id=model_id))
+        away = True
+        blocked = client.submit(batch("a"), "a", 1, project_id="a", unread=lambda: away)
+        for seq_id in range(1, 41):
+            await value(client.submit(batch("b"), "b", seq_id, project_id="b"))
+        gate = gate_of(runtime._group)
+        held = client.submit(batch("b", held=1), "b", 41, project_id="b")
+        names = [f"{model_id}{number}" for number in range(20) for model_id in ("a", "b")]
+        later = [
+            client.submit(batch(name[0]), name[0], int(name[1:]) + (2 if name[0] == "a" else 42), name, name[0])
+            for name in names
+        ]
+        away = False
+        await until(lambda: runtime.waiting("a0").reason is not None and not blocked.done())
+        await asyncio.sleep(0.1)
+        gate.set()
+        await asyncio.gather(value(held), value(blocked), *(value(outcome) for outcome in later))
+        order = [name[0] for name in client.order if name in names]
+        assert order[:10].count("b") >= 3, f"one project was served for what it had missed: {''.join(order)}"
+
+
+async def test_a_model_that_found_no_room_and_cannot_be_read_now_blocks_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.tickets._FIRST_PAUSE", 0.01)
+    async with running(toy_group()) as (runtime, client, _):
+        for model_id in ("a", "b"):
+            runtime.open_model(model_id)
+            await value(client.submit(create(), model_id, 0))
+        for _ in range(PATIENCE):
+            runtime._training._composer.parked.add("a")
+        away = True
+        late = client.submit(batch("a"), "a", 1, unread=lambda: away)
+        runtime._training._composer.parked.freed()
+        await value(client.submit(batch("b"), "b", 1))
+        assert not late.done()
+        away = False
+        await value(late)
 
 
 async def test_a_model_that_is_closed_while_its_log_is_read_ends_alone(tmp_path: Path) -> None:

@@ -232,6 +232,9 @@ class SamplerClient:
         what was not answered is in the log.
         """
         self._stopping = True
+        for entry in self._unread:
+            self._desk.finish(entry, _shutting_down())
+        self._unread.clear()
         for entry, drawing in self._drawing.items():
             if drawing.given_back is not None:
                 self._desk.finish(entry, _shutting_down())
