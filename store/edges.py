@@ -32,7 +32,8 @@ _TAKE_RUNS = text(
     "WHERE held.edge_id <> :edge AND (runs.state IN :live AND runs.base_model IN :served "
     # One that ended while nobody served it has nobody to end what it had accepted.
     "OR runs.state NOT IN :live AND EXISTS (SELECT 1 FROM operations WHERE operations.state = 'pending' "
-    "AND operations.scope IN ('model:' || held.model_id, 'unload:' || held.model_id))) "
+    "AND (operations.scope IN ('model:' || held.model_id, 'unload:' || held.model_id) OR operations.scope = "
+    "'session:' || runs.session_id || '\\:train' AND operations.seq_id = runs.model_seq_id))) "
     f"AND held.edge_id NOT IN {_ALIVE} "
     "FOR UPDATE OF held SKIP LOCKED) RETURNING model_id, fence"
 ).bindparams(bindparam("live", expanding=True), bindparam("served", expanding=True))

@@ -128,10 +128,11 @@ class Futures:
             return Announced(record, _size(record))
         outcome = await self._outcome(record)
         while isinstance(outcome, Pending) and outcome.unread is not None:
-            left = until - time.monotonic()
+            began = time.monotonic()
+            pause = min(_UNREAD_PAUSE, until - began)
             with self._waiters.waiter(request_id) as waiter:
-                await self._waiters.wait(waiter, min(_UNREAD_PAUSE, left), disconnected)
-            if left <= _UNREAD_PAUSE or self._waiters.closing:
+                await self._waiters.wait(waiter, pause, disconnected)
+            if self._waiters.closing or pause < _UNREAD_PAUSE or time.monotonic() - began < pause:  # or the client left
                 break
             outcome = await self._outcome(record)
         return outcome

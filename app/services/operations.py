@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -38,7 +38,7 @@ from store.database import Store
 from store.records import BodyRef, NewOperation, OperationRecord
 from store.snapshots import CHANGING
 from workers.runtime_protocol import Runtime
-from workers.tickets import QueueState, Ticket, TurnNote
+from workers.tickets import UNREAD, QueueState, Ticket, TurnNote
 from workers.turn_runner import gone
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,15 @@ WAITING_BODY = 1024
 
 QUICK_BYTES = 64 * 1024
 """A stored request up to which reading it takes less than its way to a thread and back: a quarter of a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftInLog:
+    """An accepted operation that no runtime has yet, why, and the base model that it waits for, if that is why."""
+
+    session_id: str
+    reason: str
+    base_model: str | None = None
 
 
 class Operations:
@@ -88,8 +97,8 @@ class Operations:
         self._observers = observers
         self._live: dict[str, Live] = {}
         """By request id."""
-        self._unserved: dict[str, tuple[str, str]] = {}
-        """Request id -> base model and session of what waits in the log until the base model is served."""
+        self._left: dict[str, LeftInLog] = {}
+        """By request id: what an earlier process accepted and no runtime has yet."""
         self._dropping: set[asyncio.Task[None]] = set()
         self.settling = Settling(
             store,
@@ -215,7 +224,7 @@ class Operations:
         if self._leases is not None and submission.model_id is not None:
             live.fence = self._leases.held.get(submission.model_id, 0)
         self._live[record.request_id] = live
-        self._unserved.pop(record.request_id, None)
+        self._left.pop(record.request_id, None)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
             record = replace(record, body=b"")
@@ -271,20 +280,24 @@ class Operations:
 
     def note_unserved(self, request_id: str, base_model: str, session_id: str) -> None:
         """An operation that an earlier process accepted stays in the log until its base model is served."""
-        self._unserved[request_id] = base_model, session_id
+        reason = f"waiting for base model {base_model!r}, which is not served now"
+        self._left[request_id] = LeftInLog(session_id, reason, base_model)
+
+    def note_unread(self, request_id: str, error: Unavailable, session_id: str) -> None:
+        """An operation that an earlier process accepted stays in the log until it can be read."""
+        self._left[request_id] = LeftInLog(session_id, f"{UNREAD}: {error.message}")
 
     def unserved(self, base_model: str) -> list[str]:
         """The request ids that were noted as waiting for a base model."""
-        return [request_id for request_id, (name, _) in self._unserved.items() if name == base_model]
+        return [request_id for request_id, left in self._left.items() if left.base_model == base_model]
 
-    def drop_unserved(self, session_id: str) -> None:
-        """A session is over: what of it waits for a base model ends."""
-        ended = [request_id for request_id, (_, session) in self._unserved.items() if session == session_id]
-        self._drop(ended, gone())
+    def drop_left(self, session_id: str) -> None:
+        """A session is over: what of it is left in the log ends."""
+        self._drop([request_id for request_id, left in self._left.items() if left.session_id == session_id], gone())
 
     def _drop(self, request_ids: list[str], error: TinsmithError) -> None:
         for request_id in request_ids:
-            del self._unserved[request_id]
+            del self._left[request_id]
         if request_ids:
             task = asyncio.ensure_future(self._fail(request_ids, error))
             self._dropping.add(task)
@@ -309,7 +322,10 @@ class Operations:
 
         Raises `EngineFailure` if it cannot be read back, `NotNow` if that may pass, and what `Folders.placed` raises.
         """
-        record = await self._store.look_up(lambda db: log.get_operation(db, project_id, request_id))
+        try:
+            record = await self._store.look_up(lambda db: log.get_operation(db, project_id, request_id))
+        except Unavailable as error:
+            raise NotNow(error.message, hint=error.hint) from error
         if record is None:
             raise unreadable()
         return await self._placed(await self._read_back(record))
@@ -364,10 +380,8 @@ class Operations:
         """Why a pending operation is not done yet, in words for its client."""
         live = self._live.get(request_id)
         if live is None:
-            base_model, _ = self._unserved.get(request_id, (None, None))
-            if base_model is not None:
-                return QueueState("paused_capacity", f"waiting for base model {base_model!r}, which is not served now")
-            return QueueState("active", None)
+            left = self._left.get(request_id)
+            return QueueState("active", None) if left is None else QueueState("paused_capacity", left.reason)
         held = self._held.reason(request_id)
         if held is not None:
             return QueueState("paused_rate_limit", held)
@@ -385,7 +399,7 @@ class Operations:
         if live is not None:
             self._held.let_go(request_id)
             live.runtime.cancel(request_id)
-        elif request_id in self._unserved:
+        elif request_id in self._left:
             self._drop([request_id], Cancelled())
             return True
         return live is not None

@@ -90,6 +90,10 @@ class Ownership:
         self._beaten = clock()
         self._missing: set[str] = set()
         """Operations for this server that it did not have at the last look."""
+        self._taken_runs: set[str] = set()
+        """Runs that were taken over in the database, until that is done here: if the database goes away in between, the
+        next round does it."""
+        self._taken_samples: set[str] = set()
         self._leaving = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -193,6 +197,8 @@ class Ownership:
 
     def _let_go(self, model_id: str) -> None:
         self._leases.held.pop(model_id, None)
+        self._taken_runs.discard(model_id)
+        self._runs.unserved.discard(model_id)
         self._close(model_id)
 
     def _close(self, model_id: str) -> None:
@@ -203,11 +209,17 @@ class Ownership:
         me = self._leases.edge_id
         served = self._models.names
         taken = await self._store.write(lambda db: edges.take_runs(db, me, served, expired=expired))
-        samples = await self._store.write(lambda db: edges.take_samples(db, me, served, expired=expired))
-        if not taken and not samples:
-            return
+        self._runs.unserved.update(taken)  # until what was accepted for them before is in line
+        self._taken_runs.update(taken)
         self._leases.held.update(taken)
-        report = await self._recovery.take_over(taken, samples)
+        self._taken_samples.update(
+            await self._store.write(lambda db: edges.take_samples(db, me, served, expired=expired))
+        )
+        if not self._taken_runs and not self._taken_samples:
+            return
+        report = await self._recovery.take_over(self._taken_runs, self._taken_samples)
+        self._taken_runs.clear()
+        self._taken_samples.clear()
         logger.warning("took over from a server that is gone: %s", report.text)
 
     async def _look_for_missing(self) -> None:
@@ -216,11 +228,15 @@ class Ownership:
         missing = {
             one.request_id
             for one in pending
-            if model_of(one) in self._leases.held and not self._operations.has(one.request_id)
+            if self._is_mine(model_of(one)) and not self._operations.has(one.request_id)
         }
         late, self._missing = missing & self._missing, missing
         if late:
             await self._recovery.submit(late)
+
+    def _is_mine(self, model_id: str) -> bool:
+        """Whether a run is executed here, and what was accepted for it before is in line."""
+        return model_id in self._leases.held and model_id not in self._runs.unserved
 
     # -- notices ---------------------------------------------------------------------------------------------------
     def _connected(self) -> None:
@@ -250,7 +266,7 @@ class Ownership:
         match notice["what"]:
             case "operation":
                 async with self._changing:
-                    if notice["model"] in self._leases.held and not self._operations.has(notice["request"]):
+                    if self._is_mine(notice["model"]) and not self._operations.has(notice["request"]):
                         await self._recovery.submit([notice["request"]])
             case "refused":
                 if notice["model"] in self._leases.held:

@@ -17,13 +17,13 @@ from app.services.base_models import BaseModels
 from app.services.history import ModelHistory
 from app.services.loads import Loads
 from app.services.operations import Operations, unreadable
-from app.services.runs import Runs, lost, unloaded
+from app.services.runs import Runs, lost, session_of_scope, unloaded
 from app.services.sample_results import KIND as SAMPLE
 from app.services.sampling import Sampling
 from app.services.saves import Saves
 from app.services.submission import Submission
 from app.services.training import Training
-from schemas.errors import NotNow, TinsmithError, Unavailable
+from schemas.errors import TinsmithError, Unavailable
 from schemas.fail_points import fail_point
 from store import checkpoints, sessions
 from store import operations as log
@@ -131,10 +131,24 @@ class Recovery:
         unfinished = await self._store.read(lambda db: log.still_pending(db, wanted))
         for model_id in model_ids:
             run = await self._store.read(partial(run_rows.find_run, model_id=model_id))
+            mine = [one for one in unfinished if one.kind != SAMPLE and model_of(one) == model_id]
             if run is not None and run.state in run_rows.LIVE:
-                await self._bring_back(run, unfinished, report)
-        await self._go_on(unfinished, report)
+                await self._begin(run, mine, report)
+            else:
+                await self._resume(mine, report)
+                self._runs.unserved.discard(model_id)
+        await self._go_on([one for one in unfinished if one.kind == SAMPLE], report)
         return report
+
+    async def _begin(self, run: RunRecord, mine: list[OperationRecord], report: Report) -> None:
+        """Bring a run back while its runtime is running: first what was accepted before, and only then what is new."""
+        await self._bring_back(run, mine, report)
+        if run.base_model in self._models.runtimes:
+            await self._resume(mine, report)
+            self._runs.unserved.discard(run.model_id)
+        else:
+            for record in mine:
+                self._operations.note_unserved(record.request_id, run.base_model, run.session_id)
 
     async def serve(self, base_model: str) -> None:
         """A base model is served that was not at the start: go on with what waited for it.
@@ -153,9 +167,7 @@ class Recovery:
         for run in await self._store.read(run_rows.live_runs):
             if run.base_model == base_model and run.model_id in self._runs.unserved:
                 mine = [one for one in unfinished if one.kind != SAMPLE and model_of(one) == run.model_id]
-                await self._bring_back(run, mine, report)
-                await self._resume(mine, report)
-                self._runs.unserved.discard(run.model_id)  # only now: what is new comes after what was accepted before
+                await self._begin(run, mine, report)
         await self._go_on([one for one in unfinished if one.kind == SAMPLE], report)
         if report != Report():
             logger.warning("base model %s is served again: %s", base_model, report.text)
@@ -222,8 +234,9 @@ class Recovery:
     async def _resubmit(self, record: OperationRecord, report: Report) -> None:
         try:
             report.samples += await self._sampling.resubmit(record)
-        except NotNow as error:
+        except Unavailable as error:
             logger.warning("sample %s waits: %s", record.request_id, error.message)
+            self._operations.note_unread(record.request_id, error, session_of_scope(record.scope))
             self._later(sample=record.request_id)
 
     async def _leave_waiting(self, record: OperationRecord) -> None:
@@ -275,9 +288,9 @@ class Recovery:
 
     async def _prepared(self, record: OperationRecord) -> Submission | None:
         """An operation of a model as it was submitted; None if it had to be failed instead."""
+        model_id = model_of(record)
+        run = await self._store.read(lambda db: run_rows.find_run(db, model_id))
         try:
-            model_id = model_of(record)
-            run = await self._store.read(lambda db: run_rows.find_run(db, model_id))
             if run is None or run.state == "lost":
                 raise lost(model_id)
             if run.state not in run_rows.LIVE:

@@ -53,7 +53,8 @@ class Runs:
         self._clock = clock
         self._leases = leases
         self.unserved: set[str] = set()
-        """Live runs of an earlier process whose base model is not served, or not again yet: they take no work."""
+        """Live runs of another process that are not back here: their base model is not served, or what was accepted for
+        them is not in line yet. They take no work."""
 
     def creation(
         self,
@@ -122,7 +123,8 @@ class Runs:
                 await require_active(db, project_id, run.session_id)
                 raise unloaded(model_id)
             if model_id in self.unserved:
-                raise not_served(run.base_model)
+                served = run.base_model in self._models.runtimes
+                raise coming_back(model_id) if served else not_served(run.base_model)
             await runs.touch_run(db, model_id, self._clock())
 
         return check
@@ -215,7 +217,7 @@ class Runs:
                 runtime.close_model(run.model_id)
             self._operations.let_go_of_run(run.model_id)
             self.unserved.discard(run.model_id)
-        self._operations.drop_unserved(session_id)
+        self._operations.drop_left(session_id)
         self._operations.cancel_samples_of(session_id)
 
 
@@ -268,6 +270,13 @@ def not_served(base_model: str) -> Unavailable:
         f"this server does not serve base model {base_model!r} now; the state of the training run is kept",
         hint="start it with that base model again (--base-model), or add it: tinsmith models add",
         code="base_model_unavailable",
+    )
+
+
+def coming_back(model_id: str) -> Unavailable:
+    """The error of work for a run that this server is taking over: what was accepted before comes first."""
+    return Unavailable(
+        f"training run {model_id!r} is being taken over by this server", hint="send it again in a moment"
     )
 
 

@@ -252,7 +252,7 @@ class Sampling:
         """Run a sample again that an earlier process accepted and did not finish; a second run changes nothing.
 
         One without a sampling session fails: the connection that waited for it is gone. One whose base model is not
-        served now waits in the log. Returns whether it runs. Raises `NotNow` if it cannot be read for the moment.
+        served now waits in the log. Returns whether it runs. Raises `Unavailable` if it cannot be read for the moment.
         """
         if is_direct(record.scope):
             gone = Gone("the server was restarted, and nobody waits for this sample any more", code="cancelled")
@@ -267,7 +267,7 @@ class Sampling:
                 self._operations.note_unserved(record.request_id, sampler.base_model, sampler.session_id)
                 return False
             body, operation = await self._read_back(record)
-        except NotNow:
+        except Unavailable:
             raise
         except TinsmithError as error:
             await self._operations.settling.fail_now([record.request_id], error)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
+from app.services.futures import Pending
 from app.settings import Settings
 from schemas.errors import Unavailable
 from store.tables import Operation, Snapshot
@@ -74,6 +75,23 @@ async def test_a_result_that_cannot_be_read_now_is_asked_for_again(api: Api, mon
     assert str(api.edge.settings.data_dir) not in again.text
     descriptors.missing = 2
     assert (await api.post("retrieve_future", request_id=request)).json() == whole
+
+
+async def test_nobody_reads_on_for_a_client_that_has_left(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = await api.model()
+    request = await api.submit("forward", model_id=model, data=LARGE, loss_fn="cross_entropy")
+    await api.result(request)
+    descriptors = Descriptors(monkeypatch, ".result.")
+    descriptors.missing = 10**6
+    project_id = (await api.client.get("auth/apikey/me")).json()["project_id"]
+
+    async def gone() -> None:
+        """The client has left."""
+
+    began = time.monotonic()
+    outcome = await api.edge.app.state.services.futures.retrieve(project_id, request, 5.0, gone)
+    assert isinstance(outcome, Pending)
+    assert (time.monotonic() - began < 2, descriptors.missing) == (True, 10**6 - 1)
 
 
 async def test_samples_wait_for_a_database_that_is_away(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +220,7 @@ async def test_what_waits_for_a_base_model_ends_with_its_session(
         await api.post(f"sessions/{session}/finish", reason={"type": "errored"})
         for request_id in (samples[1], run):
             assert (await api.result(request_id))["code"] == "gone"
-        assert api.edge.app.state.services.operations._unserved == {}
+        assert api.edge.app.state.services.operations._left == {}
 
 
 async def test_a_refused_request_uses_up_its_number_while_its_base_model_is_not_served(
@@ -235,11 +253,20 @@ async def test_a_sample_that_a_start_cannot_read_runs_later(
         request_id = await api.submit("asample", seq_id=0, sampling_params=params, **about)
         before = await api.result(request_id)
         await _unfinish(api, request_id)
+        unwanted = await api.submit("asample", seq_id=1, sampling_params=params, **about)
+        await api.result(unwanted)
+        await _unfinish(api, unwanted)
     descriptors = Descriptors(monkeypatch, ".request.")
-    descriptors.missing = 4
+    descriptors.missing = 10**6
     async with serving(settings) as api:
+        waits = await api.post("retrieve_future", request_id=request_id)
+        assert waits.status_code == 408
+        assert "Too many open files" in waits.json()["queue_state_reason"]
+        await api.post("cancel_future", request_id=unwanted)
+        assert (await api.result(unwanted))["code"] == "cancelled"
+        descriptors.missing = 2
         assert (await api.result(request_id))["sequences"] == before["sequences"]
-    assert descriptors.missing == 0
+        assert descriptors.missing == 0
 
 
 async def _unfinish(api: Api, request_id: str) -> None:

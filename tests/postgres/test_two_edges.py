@@ -220,3 +220,35 @@ async def test_a_base_model_that_one_server_has_keeps_its_runs_while_that_one_re
     async with serving(make_settings()) as first:
         assert await first.scores(model) == before
         await first.train(model)
+
+
+async def test_a_database_that_is_away_in_the_middle_of_a_takeover_costs_nothing(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(make_settings()) as second:
+        async with serving(make_settings()) as first:
+            model = await first.model()
+            await first.train(model)
+            before = await first.scores(model)
+        services, away, answers = second.edge.app.state.services, [2], []
+        bring_back = services.recovery._bring_back
+
+        async def slow(*args: Any) -> None:
+            answers.append(
+                (await second.post("forward", model_id=model, data=DATA, loss_fn="cross_entropy")).status_code
+            )
+            if away[0]:
+                away[0] -= 1
+                raise Unavailable("the server's database cannot be read right now")
+            await bring_back(*args)
+
+        monkeypatch.setattr(services.recovery, "_bring_back", slow)
+        deadline = asyncio.get_running_loop().time() + 60
+        while len(answers) < 3:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.1)
+        assert set(answers) == {503}
+        async with asyncio.timeout(30):
+            while model in services.runs.unserved:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await second.scores(model) == before

@@ -306,12 +306,14 @@ async def test_what_a_server_held_is_taken_once_when_it_is_gone(store: Store, ot
 
 async def test_a_run_that_ended_unserved_is_taken_for_what_it_left_unanswered(store: Store, make: Make) -> None:
     await make.session()
-    models = [await make.run(number) for number in range(2)]
+    models = [await make.run(number) for number in range(3)]
     for model_id in models:
         await store.write(lambda db, m=model_id: edges.hold_run(db, m, "gone"))
         await store.write(lambda db, m=model_id: runs.set_run_state(db, m, "closed"))
     await make.operation("left", scope=f"model:{models[1]}", seq_id=1)
-    assert await store.write(lambda db: edges.take_runs(db, "b", ["acme/other"], expired=False)) == {models[1]: 2}
+    await make.operation("creation", kind="create_model", scope="session:s:train", seq_id=2)
+    taken = await store.write(lambda db: edges.take_runs(db, "b", ["acme/other"], expired=False))
+    assert taken == {models[1]: 2, models[2]: 2}
 
 
 async def test_a_run_is_not_taken_while_its_holder_writes(store: Store, other: Store, make: Make) -> None:
