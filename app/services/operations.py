@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -22,13 +22,14 @@ from app.services.caller import calling_key
 from app.services.folders import Folders
 from app.services.held import LAST, HeldBack
 from app.services.leases import Leases
+from app.services.left_in_log import LeftInLog
 from app.services.limit_charges import charge
 from app.services.observing import Observer
 from app.services.settling import Live, Settling
 from app.services.submission import Measure, Submission
 from app.services.tenant_limits import Effective, TenantLimits, check_fits
 from app.services.turnstile import current_place
-from schemas.errors import Cancelled, EngineFailure, InvalidRequest, NotNow, SeqIdConflict, TinsmithError, Unavailable
+from schemas.errors import EngineFailure, InvalidRequest, NotNow, SeqIdConflict, TinsmithError, Unavailable
 from schemas.fail_points import fail_point
 from schemas.http.base import MAX_INT64
 from schemas.operations import Operation, OperationResult
@@ -38,8 +39,7 @@ from store.database import Store
 from store.records import BodyRef, NewOperation, OperationRecord
 from store.snapshots import CHANGING
 from workers.runtime_protocol import Runtime
-from workers.tickets import UNREAD, QueueState, Ticket, TurnNote
-from workers.turn_runner import gone
+from workers.tickets import QueueState, Ticket, TurnNote
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +49,6 @@ WAITING_BODY = 1024
 
 QUICK_BYTES = 64 * 1024
 """A stored request up to which reading it takes less than its way to a thread and back: a quarter of a millisecond."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeftInLog:
-    """An accepted operation that no runtime has yet, why, and the base model that it waits for, if that is why."""
-
-    session_id: str
-    reason: str
-    base_model: str | None = None
 
 
 class Operations:
@@ -97,9 +88,6 @@ class Operations:
         self._observers = observers
         self._live: dict[str, Live] = {}
         """By request id."""
-        self._left: dict[str, LeftInLog] = {}
-        """By request id: what an earlier process accepted and no runtime has yet."""
-        self._dropping: set[asyncio.Task[None]] = set()
         self.settling = Settling(
             store,
             bodies,
@@ -112,6 +100,7 @@ class Operations:
             leases=leases,
             observers=observers,
         )
+        self.left = LeftInLog(self.settling.fail_now)
 
     async def stopping(self) -> None:
         """The server is about to stop: what is not done stays in the log and runs after the restart."""
@@ -224,7 +213,7 @@ class Operations:
         if self._leases is not None and submission.model_id is not None:
             live.fence = self._leases.held.get(submission.model_id, 0)
         self._live[record.request_id] = live
-        self._left.pop(record.request_id, None)
+        self.left.taken(record.request_id)
         submission = replace(submission, body=b"")  # what waits is read back when it runs
         if submission.model_id is None and isinstance(record.body, bytes) and len(record.body) > WAITING_BODY:
             record = replace(record, body=b"")
@@ -277,37 +266,6 @@ class Operations:
             deaths=record.deaths,
             left_over=submission.left_over,
         )
-
-    def note_unserved(self, request_id: str, base_model: str, session_id: str) -> None:
-        """An operation that an earlier process accepted stays in the log until its base model is served."""
-        reason = f"waiting for base model {base_model!r}, which is not served now"
-        self._left[request_id] = LeftInLog(session_id, reason, base_model)
-
-    def note_unread(self, request_id: str, error: Unavailable, session_id: str) -> None:
-        """An operation that an earlier process accepted stays in the log until it can be read."""
-        self._left[request_id] = LeftInLog(session_id, f"{UNREAD}: {error.message}")
-
-    def unserved(self, base_model: str) -> list[str]:
-        """The request ids that were noted as waiting for a base model."""
-        return [request_id for request_id, left in self._left.items() if left.base_model == base_model]
-
-    def drop_left(self, session_id: str) -> None:
-        """A session is over: what of it is left in the log ends."""
-        self._drop([request_id for request_id, left in self._left.items() if left.session_id == session_id], gone())
-
-    def _drop(self, request_ids: list[str], error: TinsmithError) -> None:
-        for request_id in request_ids:
-            del self._left[request_id]
-        if request_ids:
-            task = asyncio.ensure_future(self._fail(request_ids, error))
-            self._dropping.add(task)
-            task.add_done_callback(self._dropping.discard)
-
-    async def _fail(self, request_ids: list[str], error: TinsmithError) -> None:
-        try:
-            await self.settling.fail_now(request_ids, error)
-        except Unavailable as away:
-            logger.warning("%d operations are failed at the next start: %s", len(request_ids), away.message)
 
     def samples_held(self, project_id: str, runtime: Runtime) -> int:
         """How many samples of a project limits hold back from a runtime."""
@@ -380,8 +338,8 @@ class Operations:
         """Why a pending operation is not done yet, in words for its client."""
         live = self._live.get(request_id)
         if live is None:
-            left = self._left.get(request_id)
-            return QueueState("active", None) if left is None else QueueState("paused_capacity", left.reason)
+            reason = self.left.reason(request_id)
+            return QueueState("active" if reason is None else "paused_capacity", reason)
         held = self._held.reason(request_id)
         if held is not None:
             return QueueState("paused_rate_limit", held)
@@ -394,15 +352,13 @@ class Operations:
             self._leases.tell_soon("cancelled", request=request_id)
 
     def cancel_here(self, request_id: str) -> bool:
-        """Drop a sample if a runtime of this server has it; returns whether one has."""
+        """Drop a sample if a runtime of this server has it, or it waits for one; returns whether that is so."""
         live = self._live.get(request_id)
         if live is not None:
             self._held.let_go(request_id)
             live.runtime.cancel(request_id)
-        elif request_id in self._left:
-            self._drop([request_id], Cancelled())
             return True
-        return live is not None
+        return self.left.cancel(request_id)
 
     def cancel_samples_of(self, session_id: str) -> None:
         """Drop the unfinished samples of a session that is over."""

@@ -148,7 +148,7 @@ class Recovery:
             self._runs.unserved.discard(run.model_id)
         else:
             for record in mine:
-                self._operations.note_unserved(record.request_id, run.base_model, run.session_id)
+                self._operations.left.note_unserved(record.request_id, run.base_model, run.session_id)
 
     async def serve(self, base_model: str) -> None:
         """A base model is served that was not at the start: go on with what waited for it.
@@ -162,7 +162,7 @@ class Recovery:
 
     async def _serve(self, base_model: str) -> None:
         report = Report()
-        wanted = self._operations.unserved(base_model)
+        wanted = self._operations.left.waiting_for(base_model)
         unfinished = await self._store.read(lambda db: log.still_pending(db, wanted))
         for run in await self._store.read(run_rows.live_runs):
             if run.base_model == base_model and run.model_id in self._runs.unserved:
@@ -236,13 +236,13 @@ class Recovery:
             report.samples += await self._sampling.resubmit(record)
         except Unavailable as error:
             logger.warning("sample %s waits: %s", record.request_id, error.message)
-            self._operations.note_unread(record.request_id, error, session_of_scope(record.scope))
+            self._operations.left.note_unread(record.request_id, error, session_of_scope(record.scope))
             self._later(sample=record.request_id)
 
     async def _leave_waiting(self, record: OperationRecord) -> None:
         run = await self._store.read(lambda db: run_rows.find_run(db, model_of(record)))
         if run is not None:
-            self._operations.note_unserved(record.request_id, run.base_model, run.session_id)
+            self._operations.left.note_unserved(record.request_id, run.base_model, run.session_id)
 
     async def _resume(self, unfinished: list[OperationRecord], report: Report) -> None:
         """Queue operations of models again. All at once, when all are prepared: a runtime that is running begins with

@@ -217,7 +217,7 @@ class Runs:
                 runtime.close_model(run.model_id)
             self._operations.let_go_of_run(run.model_id)
             self.unserved.discard(run.model_id)
-        self._operations.drop_left(session_id)
+        self._operations.left.end_session(session_id)
         self._operations.cancel_samples_of(session_id)
 
 

@@ -264,7 +264,7 @@ class Sampling:
             runtime = self._models.runtimes.get(sampler.base_model)
             if runtime is None:
                 await self._store.look_up(lambda db: require_active(db, record.project_id, sampler.session_id))
-                self._operations.note_unserved(record.request_id, sampler.base_model, sampler.session_id)
+                self._operations.left.note_unserved(record.request_id, sampler.base_model, sampler.session_id)
                 return False
             body, operation = await self._read_back(record)
         except Unavailable:

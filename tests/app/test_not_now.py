@@ -220,7 +220,7 @@ async def test_what_waits_for_a_base_model_ends_with_its_session(
         await api.post(f"sessions/{session}/finish", reason={"type": "errored"})
         for request_id in (samples[1], run):
             assert (await api.result(request_id))["code"] == "gone"
-        assert api.edge.app.state.services.operations._left == {}
+        assert len(api.edge.app.state.services.operations.left) == 0
 
 
 async def test_a_refused_request_uses_up_its_number_while_its_base_model_is_not_served(

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableE
 
 from schemas.errors import Cancelled, EngineFailure, NotNow, TinsmithError, Unavailable, WorkerDied
 from schemas.operations import Sample, SampleDelta, SampleResult, SampleStats
+from workers.ray.drawing import Drawing
 from workers.ray.sampler_replica import Begun, GivenBack, LastWords, SampleRequest
 from workers.reruns import MAX_RERUNS, seeded, unheard
 from workers.runtime import Load
@@ -55,44 +55,6 @@ _TELLING_SECONDS = 60.0
 _PAUSE_SECONDS = 5.0
 """Before a sample is sent again that a replica gave back. Serve goes on sending to that replica until it has looked at
 it three times, so the next attempts may be given back as well; they cost next to nothing."""
-
-
-@dataclass(slots=True)
-class _Drawing:
-    """A sample that was handed to Serve."""
-
-    task: asyncio.Task[SampleResult | TinsmithError]
-    sequences: int
-    prompt: int
-    """Tokens."""
-    runs: int
-    """How often it was sent to a replica, so that each request has an id of its own."""
-    response: Any = None
-    """Serve's stream of the run that is under way."""
-    limit: asyncio.Timeout | None = None
-    """Of that run, until it has begun."""
-    given_back: float | None = None
-    """When a replica gave it back; None when it has begun on another one, or was never given back."""
-    waited: float = 0.0
-    """Seconds from being given back to beginning anew, of earlier times."""
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    """It need not pause any longer: nobody wants it."""
-
-    def give_back(self, now: float) -> None:
-        """A replica gave it back: it waits for another one from now on, if it did not already."""
-        if self.given_back is None:
-            self.given_back = now
-
-    def begin(self, now: float) -> None:
-        """It runs: it waits for no other replica, and may take as long as it likes."""
-        self.waited, self.given_back = self.waited_until(now), None
-        if self.limit is not None:
-            self.limit.reschedule(None)
-
-    def waited_until(self, now: float) -> float:
-        """Seconds for which it has waited for replicas to be replaced, all times together: were each time counted
-        alone, a sample that ends every worker could run for ever."""
-        return self.waited + (0.0 if self.given_back is None else now - self.given_back)
 
 
 class SamplerClient:
@@ -128,7 +90,7 @@ class SamplerClient:
         self._ahead = ahead
         self._desk = Desk(UnderWay().answering)
         self._line = SampleLine()
-        self._drawing: dict[Entry, _Drawing] = {}
+        self._drawing: dict[Entry, Drawing] = {}
         self._unread: dict[Entry, None] = {}
         """Samples that cannot be read back now; not in line."""
         self._wake = asyncio.Event()
@@ -286,7 +248,7 @@ class SamplerClient:
         self._line.take(entry, prompt=len(sample.prompt), sequences=sample.num_samples, most=most)
         entry.unload()
         task = asyncio.create_task(self._draw(entry, seeded(sample, entry.ticket.request_id)))
-        self._drawing[entry] = _Drawing(task, sample.num_samples, len(sample.prompt), runs=entry.attempts)
+        self._drawing[entry] = Drawing(task, sample.num_samples, len(sample.prompt), runs=entry.attempts)
         task.add_done_callback(partial(self._end, entry))
 
     def _put_off(self, entry: Entry, error: NotNow) -> None:
@@ -421,13 +383,13 @@ class SamplerClient:
             _log.exception("the progress of request %s cannot be told", entry.ticket.request_id)
 
     # -- a replica that gave a sample back -------------------------------------------------------------------------
-    def _time_left(self, drawing: _Drawing) -> float | None:
+    def _time_left(self, drawing: Drawing) -> float | None:
         """Seconds in which a run must begin; None if it may wait for as long as others have the room."""
         if drawing.given_back is None:
             return None
         return max(0.0, self._patience - drawing.waited_until(self._clock()))
 
-    async def _wait_for_another(self, entry: Entry, drawing: _Drawing) -> TinsmithError | None:
+    async def _wait_for_another(self, entry: Entry, drawing: Drawing) -> TinsmithError | None:
         """Pause before a sample that was given back is sent again; an error if that is of no use any more.
 
         That a replica cannot bring its worker back says nothing of the samples which it had or was sent, so it does not
@@ -444,7 +406,7 @@ class SamplerClient:
                 await drawing.cancelled.wait()
         return self._overdue() if self._time_left(drawing) == 0.0 else None
 
-    def _no_replica(self, drawing: _Drawing) -> Unavailable | None:
+    def _no_replica(self, drawing: Drawing) -> Unavailable | None:
         """The outcome of a sample that was given back and that no replica has begun in time; None if it waits anew, for
         replicas that draw other samples are there, and only full."""
         if not any(other.running for other in self._drawing):
