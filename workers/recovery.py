@@ -239,7 +239,7 @@ class Recovery:
             return None
         created = not any(entry.seq_id == CREATION and not entry.over for entry in record.cut_off)
         try:
-            applied_seq = await self._restore_state(model_id, past) if created else CREATION
+            applied_seq = await self._restore_state(record, model_id, past) if created else CREATION
         except (WorkerDied, ModelLost):
             raise
         except TinsmithError as error:
@@ -278,14 +278,14 @@ class Recovery:
         record = self._models.get(model_id)
         return record is not None and record.passed_over
 
-    async def _restore_state(self, model_id: str, past: Past) -> int:
+    async def _restore_state(self, record: _Recovering, model_id: str, past: Past) -> int:
         """Restore the newest snapshot that can be used, or create the model anew; returns the last seq_id in it.
 
         One that is damaged is forgotten. One that cannot be read now may be whole: it stays, and if nothing else leads
         back, it is waited for (`NotNow`).
         """
         unread: NotNow | None = None
-        self._note_passed_over(model_id, False)
+        record.passed_over = False
         for snapshot in past.snapshots:
             if snapshot.applied_seq < past.collected_seq:
                 break
@@ -293,8 +293,7 @@ class Recovery:
                 await self._call("restore_snapshot", model_id, snapshot.path, snapshot.sha256)
             except NotNow as error:
                 _log.warning("a snapshot of model %s is passed over: %s", model_id, error.message)
-                unread = unread or error
-                self._note_passed_over(model_id, True)
+                unread, record.passed_over = unread or error, True
             except ModelLost:
                 _log.error("a snapshot of model %s is damaged; the one before is used", model_id)
                 await self._history.drop_snapshot(snapshot.path)
@@ -310,11 +309,6 @@ class Recovery:
             if unread is None:
                 raise
             raise unread from error
-
-    def _note_passed_over(self, model_id: str, passed_over: bool) -> None:
-        record = self._models.get(model_id)
-        if record is not None:
-            record.passed_over = passed_over
 
     async def _create_anew(self, model_id: str, past: Past) -> int:
         if past.collected_seq >= 0:

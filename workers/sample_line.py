@@ -1,14 +1,17 @@
 """Samples that wait for the worker: first come first served within a project, equal shares of tokens between projects.
 
-Pure: no tasks and no clock. Not responsible for how many samples the worker takes (`workers/sampling_lane.py`).
+No clock, and no tasks but those in which what cannot be read back now is tried again. Not responsible for how many
+samples the worker takes (`workers/sampling_lane.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
+from schemas.errors import NotNow
 from workers.fairness import FairShare
 from workers.tickets import Entry
 
@@ -29,6 +32,8 @@ class SampleLine:
     def __init__(self) -> None:
         self._waiting: dict[str, OrderedDict[Entry, None]] = {}
         """By project; never empty."""
+        self._put_off: dict[Entry, None] = {}
+        """Samples that cannot be read back now: they wait beside the line and hold up no other."""
         self._inside: Counter[str] = Counter()
         """Samples of a project that were taken and have not ended."""
         self._shares: FairShare[str] = FairShare()
@@ -51,6 +56,9 @@ class SampleLine:
     def discard(self, entry: Entry) -> bool:
         """Drop a sample that nobody wants any more; False if it does not wait here."""
         project_id = entry.ticket.project_id
+        if entry in self._put_off:
+            del self._put_off[entry]
+            return True
         if entry not in self._waiting.get(project_id, ()):
             return False
         self._remove(entry)
@@ -59,7 +67,24 @@ class SampleLine:
 
     def waiting(self, project_id: str) -> int:
         """How many samples of a project wait."""
-        return len(self._waiting.get(project_id, ()))
+        put_off = sum(entry.ticket.project_id == project_id for entry in self._put_off)
+        return len(self._waiting.get(project_id, ())) + put_off
+
+    def put_off(self, entry: Entry, error: NotNow, wake: Callable[[], None]) -> None:
+        """A sample that waits here cannot be read back now; it is back in line, and `wake` is told, when it can."""
+        self.discard(entry)
+        self._put_off[entry] = None
+        entry.put_off(error, partial(self._take_up, entry, wake))
+
+    def take_put_off(self) -> list[Entry]:
+        """Forget the samples that cannot be read back now; returns them."""
+        taken, self._put_off = list(self._put_off), {}
+        return taken
+
+    def _take_up(self, entry: Entry, wake: Callable[[], None]) -> None:
+        del self._put_off[entry]
+        self.add_first(entry)
+        wake()
 
     def peek(self) -> Entry | None:
         """The sample whose turn it is."""

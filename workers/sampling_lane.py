@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from schemas.errors import Cancelled, EngineFailure, NotNow, TinsmithError, WorkerDied
 from schemas.operations import (
@@ -91,8 +90,6 @@ class SamplingLane:
         """Samples that the worker is to forget: nobody wants them any more, or a turn with them failed."""
         self._load = SamplerLoad()
         """What the worker said last."""
-        self._put_off: dict[Entry, None] = {}
-        """Waiting samples that could not be read back lately; not in the line."""
         self._ahead: dict[Entry, None] = {}
         """Waiting samples that are in memory or being read."""
 
@@ -117,15 +114,13 @@ class SamplingLane:
         if running is not None and running.handed:
             self._cancelled[request_id] = None
             return
-        self._put_off.pop(entry, None)
         if not self._line.discard(entry):
             self._drop(request_id)
         self._desk.finish(entry, Cancelled())
 
     def waiting(self, project_id: str) -> int:
         """How many samples of a project wait here; those that the worker has do not count."""
-        put_off = sum(entry.ticket.project_id == project_id for entry in self._put_off)
-        return self._line.waiting(project_id) + put_off
+        return self._line.waiting(project_id)
 
     def reason(self, entry: Entry) -> str:
         """Why a waiting entry does not run, for people."""
@@ -162,12 +157,6 @@ class SamplingLane:
         self._load = result.load
         self._settle(result, cancelled)
         return True
-
-    def _take_up(self, entry: Entry) -> None:
-        """A sample can be read back that could not be."""
-        del self._put_off[entry]
-        self._line.add_first(entry)
-        self._wake()
 
     def _length(self, idle: bool, seconds: float) -> tuple[int, float]:
         """The least number of steps and seconds of a turn.
@@ -245,8 +234,9 @@ class SamplingLane:
                 return operation
         except NotNow as error:
             if not entry.over:
-                entry.put_off(error, partial(self._take_up, entry))
-                self._put_off[entry] = None
+                self._ahead.pop(entry, None)
+                self._line.put_off(entry, error, self._wake)
+                return None
         except TinsmithError as error:
             self._desk.finish(entry, error)
         self._line.discard(entry)

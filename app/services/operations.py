@@ -11,7 +11,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 
@@ -243,7 +244,8 @@ class Operations:
                 observer.turn(record.request_id, note)
 
         async def load() -> Operation:
-            return await self._placed(await self._read_back(record, submission.measure))
+            with passing():
+                return await self._folders.placed(await self._read_back(record, submission.measure))
 
         async def done(outcome: OperationResult | TinsmithError) -> None:
             await self.settling.settle(record, submission, outcome)
@@ -280,19 +282,11 @@ class Operations:
 
         Raises `EngineFailure` if it cannot be read back, `NotNow` if that may pass, and what `Folders.placed` raises.
         """
-        try:
+        with passing():
             record = await self._store.look_up(lambda db: log.get_operation(db, project_id, request_id))
-        except Unavailable as error:
-            raise NotNow(error.message, hint=error.hint) from error
-        if record is None:
-            raise unreadable()
-        return await self._placed(await self._read_back(record))
-
-    async def _placed(self, operation: Operation) -> Operation:
-        try:
-            return await self._folders.placed(operation)
-        except Unavailable as error:
-            raise NotNow(error.message, hint=error.hint) from error
+            if record is None:
+                raise unreadable()
+            return await self._folders.placed(await self._read_back(record))
 
     async def _read_back(self, record: OperationRecord, measure: Measure | None = None) -> Operation:
         try:
@@ -311,7 +305,7 @@ class Operations:
             return operation
         except Unavailable as error:
             logger.warning("the stored request %s cannot be read now: %s", record.request_id, error.message)
-            raise NotNow(error.message, hint=error.hint) from error
+            raise
         except Exception as error:
             logger.exception("the stored request %s (%s) cannot be read back", record.request_id, record.kind)
             raise unreadable() from error
@@ -388,6 +382,15 @@ class Operations:
 def _decode(kind: str, data: bytes, measure: Measure | None) -> tuple[Operation, float | None]:
     operation = decode_operation(kind, data)
     return operation, None if measure is None else measure.weigh(operation)
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """What is `Unavailable` inside passes: raises `NotNow` for it, so that whoever reads an operation back waits."""
+    try:
+        yield
+    except Unavailable as error:
+        raise NotNow(error.message, hint=error.hint) from error
 
 
 def unreadable() -> EngineFailure:

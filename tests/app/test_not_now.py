@@ -26,6 +26,14 @@ MakeSettings = Callable[..., Settings]
 LARGE = [{"model_input": [5] * 200, "loss_fn_inputs": {"target_tokens": [6] * 200}}] * 100
 
 
+@pytest.fixture
+def elsewhere(tiny_settings: MakeSettings, tiny_folder: Path, tmp_path: Path) -> Settings:
+    """Of a start on the same data folder that serves another base model only."""
+    second = tmp_path / "second"
+    shutil.copytree(tiny_folder, second)
+    return tiny_settings(base_model=[f"acme/other={second}"])
+
+
 class Descriptors:
     """None is left, as often as `missing` says, for files whose path holds `of`."""
 
@@ -130,11 +138,9 @@ async def _until_snapshot(api: Api) -> None:
 
 
 async def test_a_start_without_a_base_model_costs_its_runs_nothing(
-    tiny_settings: MakeSettings, tiny_folder: Path, tmp_path: Path
+    tiny_settings: MakeSettings, elsewhere: Settings, tiny_folder: Path
 ) -> None:
     settings = tiny_settings(snapshot_operations=1, snapshot_share=1.0)
-    second = tmp_path / "second"
-    shutil.copytree(tiny_folder, second)
     async with serving(settings) as api:
         model = await api.model()
         await api.train(model, steps=2)
@@ -143,7 +149,7 @@ async def test_a_start_without_a_base_model_costs_its_runs_nothing(
         pending = await api.submit("forward", model_id=model, data=DATA, loss_fn="cross_entropy")
         await api.result(pending)
         await _unfinish(api, pending)
-    async with serving(tiny_settings(base_model=[f"acme/other={second}"])) as api:
+    async with serving(elsewhere) as api:
         await api.edge.app.state.services.housekeeping.sweep()
         refused = await api.post("optim_step", model_id=model, adam_params={})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "base_model_unavailable")
@@ -151,7 +157,7 @@ async def test_a_start_without_a_base_model_costs_its_runs_nothing(
         assert waits.status_code == 408
         assert MODEL in waits.json()["queue_state_reason"]
         assert await _snapshots(api) > 0
-    async with serving(tiny_settings(base_model=[f"acme/other={second}"])) as api:
+    async with serving(elsewhere) as api:
         added = await api.client.post("admin/models", json={"name": MODEL, "path": str(tiny_folder)})
         assert (added.status_code, added.json()["live_runs"]) == (200, 1), added.text
         assert await _loss(api, model) == before
@@ -160,12 +166,10 @@ async def test_a_start_without_a_base_model_costs_its_runs_nothing(
 
 
 async def test_what_comes_while_a_base_model_comes_back_waits_or_is_told_to(
-    tiny_settings: MakeSettings, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_settings: MakeSettings, elsewhere: Settings, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a database that does not answer in the middle of it ends nothing."""
     monkeypatch.setattr("app.services.recovery._FIRST_PAUSE", 0.05)
-    second = tmp_path / "second"
-    shutil.copytree(tiny_folder, second)
     async with serving(tiny_settings()) as api:
         model = await api.model()
         await api.train(model)
@@ -174,7 +178,7 @@ async def test_what_comes_while_a_base_model_comes_back_waits_or_is_told_to(
         for request_id in pending:
             await api.result(request_id)
             await _unfinish(api, request_id)
-    async with serving(tiny_settings(base_model=[f"acme/other={second}"])) as api:
+    async with serving(elsewhere) as api:
         recovery, away, answers = api.edge.app.state.services.recovery, [2], []
         prepared = recovery._prepared
 
@@ -196,10 +200,8 @@ async def test_what_comes_while_a_base_model_comes_back_waits_or_is_told_to(
 
 
 async def test_what_waits_for_a_base_model_ends_with_its_session(
-    tiny_settings: MakeSettings, tiny_folder: Path, tmp_path: Path
+    tiny_settings: MakeSettings, elsewhere: Settings
 ) -> None:
-    second = tmp_path / "second"
-    shutil.copytree(tiny_folder, second)
     async with serving(tiny_settings()) as api:
         model = await api.model()
         session = model.split(":")[0]
@@ -212,7 +214,7 @@ async def test_what_waits_for_a_base_model_ends_with_its_session(
         for request_id in (*samples, run):
             await api.result(request_id)
             await _unfinish(api, request_id)
-    async with serving(tiny_settings(base_model=[f"acme/other={second}"])) as api:
+    async with serving(elsewhere) as api:
         for request_id in (*samples, run):
             assert (await api.post("retrieve_future", request_id=request_id)).status_code == 408
         await api.post("cancel_future", request_id=samples[0])
@@ -224,14 +226,12 @@ async def test_what_waits_for_a_base_model_ends_with_its_session(
 
 
 async def test_a_refused_request_uses_up_its_number_while_its_base_model_is_not_served(
-    tiny_settings: MakeSettings, tiny_folder: Path, tmp_path: Path
+    tiny_settings: MakeSettings, elsewhere: Settings
 ) -> None:
-    second = tmp_path / "second"
-    shutil.copytree(tiny_folder, second)
     async with serving(tiny_settings()) as api:
         model = await api.model()
         await api.do("forward", model_id=model, seq_id=1, data=DATA, loss_fn="cross_entropy")
-    async with serving(tiny_settings(base_model=[f"acme/other={second}"])) as api:
+    async with serving(elsewhere) as api:
         refused = await api.post("forward", model_id=model, seq_id=2, data=DATA, loss_fn="nonsense")
         assert refused.status_code == 400
     async with serving(tiny_settings()) as api:

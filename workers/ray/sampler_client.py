@@ -91,8 +91,6 @@ class SamplerClient:
         self._desk = Desk(UnderWay().answering)
         self._line = SampleLine()
         self._drawing: dict[Entry, Drawing] = {}
-        self._unread: dict[Entry, None] = {}
-        """Samples that cannot be read back now; not in line."""
         self._wake = asyncio.Event()
         """There may be something to hand over."""
         self._ended = asyncio.Event()
@@ -150,7 +148,6 @@ class SamplerClient:
                 drawing.response.cancel()
             return
         self._line.discard(entry)
-        self._unread.pop(entry, None)
         self._desk.finish(entry, Cancelled())
         self._ended.set()
 
@@ -175,8 +172,7 @@ class SamplerClient:
 
     def samples_waiting(self, project_id: str) -> int:
         """How many samples of a project wait here to be handed to a replica."""
-        unread = sum(entry.ticket.project_id == project_id for entry in self._unread)
-        return self._line.waiting(project_id) + unread
+        return self._line.waiting(project_id)
 
     def throughput(self) -> Throughput:
         """Tokens that were read and drawn for this client, as samples ended. What prompts found in caches and what the
@@ -194,9 +190,8 @@ class SamplerClient:
         what was not answered is in the log.
         """
         self._stopping = True
-        for entry in self._unread:
+        for entry in self._line.take_put_off():
             self._desk.finish(entry, _shutting_down())
-        self._unread.clear()
         for entry, drawing in self._drawing.items():
             if drawing.given_back is not None:
                 self._desk.finish(entry, _shutting_down())
@@ -235,7 +230,7 @@ class SamplerClient:
                 raise EngineFailure(f"a sampler has no operation {type(sample).__name__}")
         except NotNow as error:
             if not entry.over:
-                self._put_off(entry, error)
+                self._line.put_off(entry, error, self._wake.set)
             return
         except TinsmithError as error:
             self._line.discard(entry)
@@ -250,17 +245,6 @@ class SamplerClient:
         task = asyncio.create_task(self._draw(entry, seeded(sample, entry.ticket.request_id)))
         self._drawing[entry] = Drawing(task, sample.num_samples, len(sample.prompt), runs=entry.attempts)
         task.add_done_callback(partial(self._end, entry))
-
-    def _put_off(self, entry: Entry, error: NotNow) -> None:
-        """It cannot be read back now: it leaves the line for a while, so that it holds up no other."""
-        entry.put_off(error, partial(self._take_up, entry))
-        self._line.discard(entry)
-        self._unread[entry] = None
-
-    def _take_up(self, entry: Entry) -> None:
-        del self._unread[entry]
-        self._line.add_first(entry)
-        self._wake.set()
 
     # -- one sample ------------------------------------------------------------------------------------------------
     async def _draw(self, entry: Entry, sample: Sample) -> SampleResult | TinsmithError:
